@@ -1,0 +1,106 @@
+"""The arrays that flow through one step: their fields, shapes and units. This file is the glossary.
+
+Letters: P prompts, G group size, B = P * G sequences, R packed rows, M micro-batches, T tokens of a row.
+Every [..., T] array is aligned to the token it describes: ``log_probs[b, t]`` belongs to ``tokens[b, t]`` given
+``tokens[b, :t]``. Log-probs are in nats, of logits / temperature. Three of them, always prefixed: ``rollout_`` (the
+sampler's), ``old_`` (the policy at the start of the update) and ``ref_`` (the frozen reference).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """P prompts as the model sees them (host side)."""
+
+    ids: Sequence[int]
+    """[P] number of each prompt in the stream of the whole run: never repeats, names the sampling noise."""
+    tokens: Sequence[np.ndarray]
+    """[P] ragged int32: the very ids that are sent to the engine, template and BOS included."""
+    texts: Sequence[str]
+    """[P] the rendered text of the same ids, for rewards and logs."""
+    examples: Sequence[Mapping[str, Any]]
+    """[P] the dataset's columns, handed to reward functions."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """B sampled sequences, the G of one prompt next to each other (host side)."""
+
+    prompts: Prompts
+    group_size: int
+    tokens: Sequence[np.ndarray]
+    """[B] ragged int32 completion ids exactly as sampled, a sampled stop token included."""
+    loss_mask: Sequence[np.ndarray]
+    """[B] ragged float32: 1 where the policy chose the token, 0 where an environment wrote it."""
+    rollout_log_probs: Sequence[np.ndarray]
+    """[B] ragged float32, nats."""
+    stop_reasons: Sequence[str]
+    """[B] "stop" (a stop token or string) or "length" (cut by the token limit)."""
+    texts: Sequence[str]
+    """[B] decoded completions, stop strings cut."""
+    policy_version: int
+    """Number of parameter updates the sampler's weights have seen."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] completion tokens."""
+        return np.array([len(t) for t in self.tokens], np.int32)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """[B] bool: ended by the token limit."""
+        return np.array([r == "length" for r in self.stop_reasons], bool)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Packed rows for scoring and update. All arrays [M, R, T] (one micro-batch: [R, T])."""
+
+    tokens: Any
+    """int32; padding is 0 and has segment 0."""
+    positions: Any
+    """int32; restart at 0 for each sequence."""
+    segment_ids: Any
+    """int32; 1, 2, ... number the sequences of a row, 0 is padding."""
+    loss_mask: Any
+    """float32; 1 at completion tokens the policy chose and the loss scores."""
+    loss_weights: Any
+    """float32; the loss is sum(loss_weights * per-token loss) over the whole update."""
+    advantages: Any
+    """float32; the sequence's advantage at each of its completion tokens."""
+    rollout_log_probs: Any
+    """float32; 0 outside loss_mask."""
+    old_log_probs: Any = None
+    """float32 or None: None means the policy itself (first update after a rollout, ratio exactly 1)."""
+    ref_log_probs: Any = None
+    """float32 or None: None when no KL term is used."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a checkpoint holds on device, and what ``train_step`` donates and returns."""
+
+    params: Any
+    """Nested dict of arrays, train view, ``model.param_dtype``."""
+    opt_state: Any
+    """optax state, same shardings as the parameters."""
+    updates: Any
+    """int32 scalar: parameter updates that were applied (the policy version)."""
+    skipped_in_a_row: Any
+    """int32 scalar: consecutive updates skipped because a gradient was not finite."""
