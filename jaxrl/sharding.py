@@ -1,0 +1,122 @@
+"""The mesh, and how logical axes of arrays lie on it.
+
+One mesh with axes (data, fsdp, tensor) serves both phases. The *train view* spreads parameters over fsdp and tensor; the
+*rollout view* is the same devices seen as (data * fsdp, tensor): weights lie over tensor only, so the decode loop never
+gathers a parameter. The views differ only in their table of rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import ConfigError, setting
+
+View = Literal["train", "rollout"]
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes over which rows of a batch are spread, in both views."""
+
+_TENSOR_PARALLEL = {name: "tensor" for name in ("vocab", "heads", "kv_heads", "mlp", "experts")}
+RULES: dict[View, dict[str, str]] = {
+    "train": {**_TENSOR_PARALLEL, "embed": "fsdp"},
+    "rollout": _TENSOR_PARALLEL,
+}
+"""Logical axis -> mesh axis; an axis that is not named is replicated."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each axis of the mesh has; the product must be the number of devices."""
+
+    data: int = setting(-1, "data-parallel replicas (devices); -1: whatever the other axes leave")
+    fsdp: int = setting(1, "devices that share one copy of parameters and optimizer state")
+    tensor: int = setting(1, "devices that split each matrix product (heads, mlp, vocabulary, experts)")
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        sizes = dataclasses.asdict(self)
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                yield axis, f"{size}: needs a positive number of devices, or -1 for one axis"
+        if list(sizes.values()).count(-1) > 1:
+            yield "data", f"-1 is given for several axes ({sizes}): at most one can be derived"
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Axis sizes for ``num_devices``. ConfigError with the numbers and a valid choice when they do not match."""
+        sizes = dataclasses.asdict(self)
+        known = math.prod(s for s in sizes.values() if s != -1)
+        free = [axis for axis, s in sizes.items() if s == -1]
+        if free and num_devices % known == 0:
+            sizes[free[0]] = num_devices // known
+        if math.prod(sizes.values()) != num_devices:
+            given = " x ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(self).items())
+            raise ConfigError(
+                f"mesh: {given} does not match {num_devices} devices. The product of the axes must be {num_devices}; "
+                f"valid: mesh.data={num_devices} mesh.fsdp=1 mesh.tensor=1, or leave mesh.data at -1 with fsdp * tensor "
+                f"dividing {num_devices} ({', '.join(map(str, divisors(num_devices)))})."
+            )
+        return sizes
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over ``devices`` (default: all of the run). TPU devices are laid out along the interconnect."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = (config or MeshConfig()).resolve(len(devices))
+    shape = tuple(sizes[axis] for axis in AXES)
+    if devices[0].platform == "cpu":
+        return Mesh(np.asarray(devices).reshape(shape), AXES)
+    from jax.experimental import mesh_utils
+
+    return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
+
+
+def spec_for(
+    logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | None, view: View = "train"
+) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions carry ``logical_axes``. A dimension that its mesh axis does not divide
+    stays replicated, and a mesh axis is used once (the first dimension that asks for it gets it)."""
+    if mesh is None:
+        return PartitionSpec()
+    entries: list[str | None] = []
+    for name, size in zip(logical_axes, shape, strict=True):
+        axis = RULES[view].get(name) if name else None
+        fits = axis is not None and axis not in entries and size % mesh.shape[axis] == 0
+        entries.append(axis if fits else None)
+    return PartitionSpec(*entries)
+
+
+def named(mesh: Mesh, specs):
+    """A tree of PartitionSpec as a tree of NamedSharding."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def batch_spec(num_dims: int, batch_dim: int = 0) -> PartitionSpec:
+    """Rows over data and fsdp, everything else whole."""
+    return PartitionSpec(*(BATCH_AXES if d == batch_dim else None for d in range(num_dims)))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Number of pieces a batch of rows is cut into."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def put(tree, mesh: Mesh, spec: PartitionSpec = PartitionSpec()):
+    """The one explicit host-to-device copy: numpy arrays, equal on every process, become global arrays."""
+    sharding = NamedSharding(mesh, spec)
+
+    def one(x):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(one, tree)
