@@ -51,7 +51,9 @@ class MetricsConfig:
     tensorboard: bool = setting(True, "also write TensorBoard event files to <run>/tensorboard")
     wandb: str | None = setting(None, "also log to this Weights & Biases project (needs the extra `wandb`)")
     samples_per_step: int = setting(16, "completions of each step kept in <run>/samples; 0: none")
-    sample_characters: int = setting(8000, "characters kept of a sample's text; longer ones lose their middle")
+    sample_characters: int = setting(
+        8000, "characters kept of a sample's text; longer ones lose their middle"
+    )
     samples_keep_steps: int = setting(200, "steps whose samples stay on disk; older ones thin out evenly")
     progress: Literal["auto", "rich", "plain", "none"] = setting(
         "auto", "rich: a live line; plain: one line a step; auto: rich on a terminal, else plain"
@@ -80,7 +82,6 @@ class ProfileConfig:
             yield "start_step", f"{self.start_step}: needs a step number, or null for no trace"
         if self.num_steps < 1:
             yield "num_steps", f"{self.num_steps}: needs at least 1 step"
-
 
 
 def environment() -> dict[str, Any]:
@@ -265,7 +266,7 @@ class MetricsWriter:
         Args:
             step: the step that sampled them.
             rows: one dict a completion, those of a prompt next to each other: ``prompt``, ``completion``,
-                ``answer`` (parsed, or None), ``reward`` (total), ``rewards`` (parts by name), ``stop_reason``,
+                ``answer`` (parsed, or None), ``reward`` (total), ``rewards`` (by name), ``stop_reason``,
                 ``length`` (tokens), and what else helps to read it.
         """
         if not self.enabled or not self.config.samples_per_step:
@@ -318,7 +319,7 @@ def _import_wandb(project: str) -> Any:
 def _start_wandb(run_dir: Path, project: str, run_config: Mapping[str, Any] | None) -> Any:
     """Starts or resumes the W&B run whose id is kept in the run's folder.
 
-    W&B refuses steps that go back, as a resumed run's do: so our step is a metric, and the axis of the others.
+    W&B refuses steps that go back, as a resumed run's do: so our step is a metric and their axis.
     """
     id_file = run_dir / WANDB_ID_FILE
     if not id_file.exists():
@@ -336,7 +337,6 @@ def _start_wandb(run_dir: Path, project: str, run_config: Mapping[str, Any] | No
     return run
 
 
-
 @dataclasses.dataclass
 class Phase:
     """What ``PhaseTimer.phase`` hands out; set ``tokens`` inside the block to get a throughput."""
@@ -347,7 +347,7 @@ class Phase:
 class PhaseTimer:
     """Seconds and tokens of each phase of a step.
 
-    JAX returns before the device is done: a phase has to end with something that waits for its result (reading
+    JAX returns before the device is done: a phase must end with what waits for its result (reading
     a metric, ``jax.block_until_ready``), or its seconds land in the next phase.
     """
 
