@@ -1,0 +1,71 @@
+"""Settings of the rollout engine, and the sampling parameters of one request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from jaxrl.config import factory, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one completion is drawn. Evaluation has its own."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    """0 is greedy; log-probs are then those at temperature 1."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def sampling_problems(section) -> Iterable[tuple[str, str]]:
+    """Range checks shared by ``rollout`` and ``eval``."""
+    if section.max_new_tokens < 1:
+        yield "max_new_tokens", f"{section.max_new_tokens}: needs at least 1 token"
+    if section.temperature < 0:
+        yield "temperature", f"{section.temperature}: needs 0 (greedy) or more"
+    if section.top_k < 0:
+        yield "top_k", f"{section.top_k}: needs 0 (off) or a positive number of tokens"
+    if not 0 < section.top_p <= 1:
+        yield "top_p", f"{section.top_p}: needs a probability in (0, 1]; 1 is off"
+    if not 0 <= section.min_p < 1:
+        yield "min_p", f"{section.min_p}: needs a probability in [0, 1); 0 is off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Sampling during training, and the shape of the engine."""
+
+    group_size: int = setting(8, "completions per prompt (G)")
+    max_new_tokens: int = setting(256, "limit of a completion (tokens)")
+    temperature: float = setting(1.0, "logits are divided by it, in the sampler and in the loss alike")
+    top_k: int = setting(0, "keep the k most probable tokens; 0: off. Refused in training (the loss would score another distribution)")
+    top_p: float = setting(1.0, "nucleus probability; 1: off. Refused in training, as top_k")
+    min_p: float = setting(0.0, "drop tokens below min_p times the top probability; 0: off. Refused in training, as top_k")
+    stop: list[str] = factory(list, "strings that end a completion, found across token borders; the text is cut, the ids stay")
+    stop_token_ids: list[int] = factory(list, "ids that end a completion beside the model's own")
+    ignore_eos: bool = setting(False, "sample on after stop ids, to the limit (benchmarks)")
+    slots: int = setting(0, "sequences decoded at once; 0: prompts_per_step * group_size, at most 64 a device")
+    steps_per_dispatch: int = setting(32, "decode steps on device between two looks of the host")
+    prefill_chunk_tokens: int = setting(64, "prompts are prefilled in chunks of this many tokens")
+    weight_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the sampler's weights; null: model.compute_dtype")
+    kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the kv cache; null: model.compute_dtype")
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        yield from sampling_problems(self)
+        for key in ("group_size", "steps_per_dispatch", "prefill_chunk_tokens"):
+            if getattr(self, key) < 1:
+                yield key, f"{getattr(self, key)}: needs at least 1"
+        if self.slots < 0:
+            yield "slots", f"{self.slots}: needs 0 (derived) or a positive number of sequences"
+        if self.temperature == 0:
+            yield "temperature", "0 (greedy) gives every completion of a group the same text, so nothing to learn from; needs > 0"
+        if any(not s for s in self.stop):
+            yield "stop", f"{self.stop!r}: an empty string would stop at once"
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})

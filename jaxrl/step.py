@@ -1,0 +1,234 @@
+"""The two programs that see training parameters: ``score_step`` (log-probs of given tokens) and ``train_step`` (the update).
+
+Both walk over the micro-batches of a ``TrainBatch`` inside one compiled program; how many of them are real is an argument, so
+steps with fewer rows neither recompile nor compute padding. Loss weights are fixed for the whole update before it starts,
+so gradients of micro-batches add up exactly, in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.algorithms.losses import policy_loss
+from jaxrl.batch import TrainBatch, TrainState
+from jaxrl.config import setting
+from jaxrl.models import Model
+from jaxrl.ops.token_log_probs import token_log_probs
+from jaxrl.sharding import BATCH_AXES, named
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = setting(1e-6, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "shape after the warm-up, down to final_fraction at the last update")
+    warmup_steps: int = setting(0, "updates of linear warm-up from 0")
+    final_fraction: float = setting(0.0, "learning rate at the end as a fraction of the peak (linear, cosine)")
+    b1: float = setting(0.9, "Adam: decay of the first moment")
+    b2: float = setting(0.95, "Adam: decay of the second moment")
+    eps: float = setting(1e-8, "Adam: added to the root of the second moment")
+    weight_decay: float = setting(0.0, "decoupled weight decay; norms and biases are left out")
+    max_grad_norm: float | None = setting(1.0, "global gradient norm to clip to; null: no clipping")
+    moment_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of Adam's moments at rest")
+    max_skipped_in_a_row: int = setting(5, "stop the run after this many consecutive updates with a non-finite gradient")
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        if self.learning_rate <= 0:
+            yield "learning_rate", f"{self.learning_rate}: needs a positive number"
+        for key in ("b1", "b2"):
+            if not 0 <= getattr(self, key) < 1:
+                yield key, f"{getattr(self, key)}: needs a number in [0, 1)"
+        for key in ("warmup_steps", "weight_decay", "final_fraction"):
+            if getattr(self, key) < 0:
+                yield key, f"{getattr(self, key)}: needs 0 or more"
+        if self.eps <= 0:
+            yield "eps", f"{self.eps}: needs a positive number"
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            yield "max_grad_norm", f"{self.max_grad_norm}: needs a positive norm, or null for no clipping"
+        if self.max_skipped_in_a_row < 1:
+            yield "max_skipped_in_a_row", f"{self.max_skipped_in_a_row}: needs at least 1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What the programs are compiled for; static and hashable."""
+
+    model: Model
+    mesh: Mesh
+    algo: AlgoConfig
+    temperature: float
+    vocab_limit: int | None
+    log_prob_implementation: str | None = None
+
+
+def learning_rate_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
+    """Update number -> learning rate: warm-up, then constant, linear or cosine to the last of ``total_updates``."""
+    after = max(1, total_updates - config.warmup_steps)
+    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    tail = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, end, after),
+        "cosine": optax.cosine_decay_schedule(peak, after, config.final_fraction),
+    }[config.schedule]
+    if not config.warmup_steps:
+        return tail
+    # The first update already moves: warm-up counts from 1 / warmup_steps.
+    ramp = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
+    return optax.join_schedules([ramp, tail], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101) after clipping by the global norm."""
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    adam = optax.adamw(
+        learning_rate_schedule(config, total_updates),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=_decayed,
+    )
+    return optax.chain(clip, adam)
+
+
+def _decayed(params):
+    """True for matrices; norms' scales and biases do not decay."""
+
+    def matrix(path, _):
+        names = "/".join(str(getattr(entry, "key", entry)) for entry in path)
+        return not ("norm" in names or "bias" in names)
+
+    return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def _float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _like(tree, example):
+    return jax.tree.map(lambda x, e: x.astype(e.dtype), tree, example)
+
+
+def state_shardings(model: Model, mesh: Mesh, optimizer, params_like) -> TrainState:
+    """NamedShardings of a TrainState: moments lie where their parameters lie, counters are replicated."""
+    specs = model.specs(mesh, view="train")
+    shapes = jax.eval_shape(optimizer.init, params_like)
+    opt = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: PartitionSpec()
+    )
+    return named(
+        mesh,
+        TrainState(params=specs, opt_state=opt, updates=PartitionSpec(), skipped_in_a_row=PartitionSpec()),
+    )
+
+
+def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainState) -> TrainState:
+    """Fresh optimizer state around ``params`` (train view)."""
+
+    def init(params):
+        moments = optimizer.init(_float32(params))
+        dtype = jnp.dtype(config.moment_dtype)
+        moments = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, moments)
+        return moments, jnp.int32(0), jnp.int32(0)
+
+    out = (shardings.opt_state, shardings.updates, shardings.skipped_in_a_row)
+    opt_state, updates, skipped = jax.jit(init, out_shardings=out)(params)
+    return TrainState(params=params, opt_state=opt_state, updates=updates, skipped_in_a_row=skipped)
+
+
+def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies [R, T] of one micro-batch's scored tokens, 0 elsewhere.
+
+    The one place where logits are shifted against tokens: the hidden state at t - 1 predicts the token at t. A sequence's
+    first token is never scored, so what rolls in from its left does not matter.
+    """
+    hidden, _ = spec.model.hidden_states(params, micro.tokens, micro.positions, micro.segment_ids)
+    return token_log_probs(
+        jnp.roll(hidden, 1, axis=1),
+        spec.model.head(params),
+        micro.tokens,
+        temperature=spec.temperature,
+        soft_cap=spec.model.config.final_soft_cap,
+        vocab_limit=spec.vocab_limit,
+        mask=micro.loss_mask > 0,
+        mesh=spec.mesh,
+        implementation=spec.log_prob_implementation,
+    )
+
+
+def _micro_batch(batch: TrainBatch, i) -> TrainBatch:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
+
+
+def make_score_step(spec: StepSpec):
+    """``score_step(params, batch, num_micro_batches) -> log_probs [M, R, T]`` (float32, replicated to every host)."""
+
+    def score(params, batch: TrainBatch, num_micro_batches):
+        def body(i, out):
+            log_probs, _ = token_statistics(spec, params, _micro_batch(batch, i))
+            return lax.dynamic_update_index_in_dim(out, log_probs, i, 0)
+
+        return lax.fori_loop(0, num_micro_batches, body, jnp.zeros(batch.tokens.shape, jnp.float32))
+
+    return jax.jit(score, out_shardings=NamedSharding(spec.mesh, PartitionSpec(None, BATCH_AXES)))
+
+
+def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
+    """``train_step(state, batch, num_micro_batches) -> (state, metrics)``; the state is donated.
+
+    Metrics are sums over the update's tokens (``<name>`` with ``<name>/count`` where a mean is meant, ``*_max`` maxima), plus
+    ``grad_norm``, ``applied`` (1 or 0) and ``loss``. An update whose gradient is not finite, or in which no token has weight,
+    leaves parameters and optimizer state as they were.
+    """
+
+    def micro_loss(params, micro: TrainBatch):
+        log_probs, entropies = token_statistics(spec, params, micro)
+        return policy_loss(log_probs, entropies, micro, spec.algo)
+
+    gradient = jax.value_and_grad(micro_loss, has_aux=True)
+
+    def train(state: TrainState, batch: TrainBatch, num_micro_batches):
+        def body(i, carry):
+            (loss, metrics), grads = gradient(state.params, _micro_batch(batch, i))
+            return add_metrics(carry[0], {"loss": loss, **metrics}), jax.tree.map(jnp.add, carry[1], _float32(grads))
+
+        first = jax.eval_shape(lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch)
+        names = ["loss", *first[0][1]]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+        zeros = jax.tree.map(lax.with_sharding_constraint, zeros, shardings.params)
+        metrics, grads = lax.fori_loop(0, num_micro_batches, body, ({n: jnp.float32(0) for n in names}, zeros))
+
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        applied = finite & (jnp.sum(jnp.abs(batch.loss_weights)) > 0)
+        updates, opt_state = optimizer.update(grads, _float32(state.opt_state), _float32(state.params))
+        params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
+        new = TrainState(
+            params=params,
+            opt_state=_like(opt_state, state.opt_state),
+            updates=state.updates + 1,
+            skipped_in_a_row=jnp.int32(0),
+        )
+        old = dataclasses.replace(
+            state, skipped_in_a_row=jnp.where(finite, state.skipped_in_a_row, state.skipped_in_a_row + 1)
+        )
+        chosen = jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+        return chosen, {**metrics, "grad_norm": grad_norm, "applied": applied.astype(jnp.float32)}
+
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    return jax.jit(train, donate_argnums=0, out_shardings=(shardings, whole))
+
+
+def add_metrics(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Join two dictionaries of sums; names ending in ``_max`` join by the larger."""
+    return {k: jnp.maximum(a[k], b[k]) if k.endswith("_max") else a[k] + b[k] for k in a}
