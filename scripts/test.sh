@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Everything that must pass: lint, formatting, types, then the tests, quick ones first.
+# With arguments, only pytest with these: scripts/test.sh tests/models -k rope
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup.sh
+python=.venv/bin/python
+if [ $# -gt 0 ]; then
+    exec "$python" -m pytest "$@"
+fi
+
+failed=()
+step() {
+    local name=$1
+    shift
+    echo "== $name"
+    "$@" || failed+=("$name")
+}
+step "ruff check" "$python" -m ruff check .
+step "ruff format" "$python" -m ruff format --check .
+step "mypy" "$python" -m mypy
+step "quick tests" "$python" -m pytest -m "not slow"
+step "slow tests" "$python" -m pytest -m slow
+if [ ${#failed[@]} -gt 0 ]; then
+    (IFS=, && echo "FAILED: ${failed[*]}")
+    exit 1
+fi
+echo "everything passed"
