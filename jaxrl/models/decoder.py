@@ -1,0 +1,134 @@
+"""The decoder: embedding, layers, final norm, output head.
+
+Its layers come in a repeating pattern (ModelConfig.pattern). For training the parameters at each place of the pattern are
+stacked [R, ...] and ``lax.scan`` runs over the repeats, so that compile time does not grow with depth; what is left of the
+pattern follows as single layers. For decoding all layers are single: a scan would copy the stacked kv cache in and out.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrl.models import rope
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.layers import Cache, Context, Layer, RMSNorm, param
+from jaxrl.models.moe import router_loss
+from jaxrl.ops.attention import Implementation
+
+STACKED = "blocks"
+"""Name of the subtree whose arrays have a leading axis R."""
+SINGLE = "layers"
+
+_REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Decoder(nnx.Module):
+    """``scan``: stacked layers under ``blocks/<place in the pattern>`` and the rest under ``layers/<index>``; else all under
+    ``layers/<index>``."""
+
+    def __init__(self, config: ModelConfig, *, scan: bool, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.config, self.scan = config, scan
+        d, v = config.hidden_size, config.vocab_size
+        self.embed = param(rngs, (v, d), ("vocab", "embed"), dtype, d)
+        period, repeats, _ = config.pattern
+        first_single = 0
+        if scan:
+
+            @nnx.split_rngs(splits=repeats)
+            @nnx.vmap
+            def stacked(rngs: nnx.Rngs) -> Layer:
+                return Layer(config, rngs=rngs, dtype=dtype)
+
+            self.blocks = nnx.Dict({str(place): stacked(rngs) for place in range(period)})
+            first_single = period * repeats
+        self.layers = nnx.Dict(
+            {str(i): Layer(config, rngs=rngs, dtype=dtype) for i in range(first_single, config.num_layers)}
+        )
+        self.norm = RMSNorm(config, (d,), (None,), dtype=dtype)
+        if not config.tie_embeddings:
+            self.head = param(rngs, (v, d), ("vocab", "embed"), dtype, d)
+
+    def context(
+        self,
+        positions: jax.Array,
+        segment_ids: jax.Array | None,
+        *,
+        dtype,
+        attention: Implementation | None,
+        mesh: Mesh | None,
+    ) -> Context:
+        """What the layers share; rope tables are computed once for each distinct rope."""
+        ropes = sorted({kind.rope for kind in self.config.layers}, key=repr)
+        tables = {r: rope.table(r, self.config.head_dim, positions) for r in ropes}
+        return Context(
+            positions=positions,
+            segment_ids=segment_ids,
+            rope_tables=tables,
+            dtype=jnp.dtype(dtype),
+            attention=attention,
+            mesh=mesh,
+        )
+
+    def embed_tokens(self, tokens: jax.Array, context: Context) -> jax.Array:
+        """[B, T] -> [B, T, D] in the compute dtype."""
+        x = self.embed[...][tokens].astype(context.dtype)
+        if self.config.scale_embeddings:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, context.dtype)
+        return context.constrain(x, "batch", None, None)
+
+    def __call__(self, tokens: jax.Array, context: Context, remat: str = "none") -> tuple[jax.Array, jax.Array]:
+        """[B, T] -> hidden states [B, T, D] after the final norm, and the router loss (0 without experts)."""
+        config = self.config
+        experts = config.moe.num_experts if config.moe else 0
+        carry = (self.embed_tokens(tokens, context), (jnp.zeros(experts), jnp.zeros(experts)))
+
+        def apply(kind, layer, carry):
+            x, router = carry
+            x, _, new = layer(x, kind, context)
+            return x, jax.tree.map(jnp.add, router, new) if new else router
+
+        def with_remat(function, *, scanned):
+            if remat == "none":
+                return function
+            return jax.checkpoint(function, policy=_REMAT_POLICIES[remat], prevent_cse=not scanned)
+
+        if self.scan:
+            graph, stacked = nnx.split(self.blocks)
+
+            def repeat(carry, params):
+                for place, layer in nnx.merge(graph, params).items():
+                    carry = apply(config.layers[int(place)], layer, carry)
+                return carry, None
+
+            carry, _ = jax.lax.scan(with_remat(repeat, scanned=True), carry, stacked)
+        for index, layer in self.layers.items():
+            graph, params = nnx.split(layer)
+
+            def single(params, carry, graph=graph, kind=config.layers[int(index)]):
+                return apply(kind, nnx.merge(graph, params), carry)
+
+            carry = with_remat(single, scanned=False)(params, carry)
+        x, (counts, probs) = carry
+        loss = jnp.zeros(())
+        if config.moe:
+            real = jnp.sum(context.segment_ids > 0) if context.segment_ids is not None else jnp.asarray(tokens.size)
+            loss = router_loss(counts, probs, real, config.num_layers)
+        return self.norm(x), loss
+
+    def extend(
+        self, tokens: jax.Array, context: Context, cache: dict[str, Cache]
+    ) -> tuple[jax.Array, dict[str, Cache]]:
+        """[B, T] -> hidden states [B, T, D] after the final norm, and the cache extended by these tokens."""
+        x = self.embed_tokens(tokens, context)
+        new_cache = {}
+        for index, layer in self.layers.items():
+            x, new, _ = layer(x, self.config.layers[int(index)], context, cache[index])
+            assert new is not None
+            new_cache[index] = new
+        return self.norm(x), new_cache

@@ -1,0 +1,181 @@
+"""The parts of a decoder layer, as flax.nnx modules: norm, attention, MLP, and the layer itself.
+
+A parameter carries the logical names of its axes (``sharding_names``), which ``jaxrl.sharding`` turns into mesh axes. It is
+kept in the dtype it was made in and cast to the compute dtype where it is used; norms, rope and softmax are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.models import rope
+from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxrl.ops.attention import Implementation, attention
+from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
+
+Cache = dict[str, jax.Array]
+"""One layer's keys and values: {"k", "v"} [B, K, S, H]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What all layers of one forward pass share."""
+
+    positions: jax.Array
+    """[B, T] int32."""
+    segment_ids: jax.Array | None
+    """[B, T] int32, 0 = padding; None when decoding from a cache."""
+    rope_tables: Mapping[RopeConfig, tuple[jax.Array, jax.Array]]
+    dtype: jnp.dtype
+    """Compute dtype."""
+    attention: Implementation | None
+    mesh: Mesh | None
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """``x`` laid out on the mesh: axes "batch" over the batch axes, others by the sharding rules."""
+        if self.mesh is None:
+            return x
+        entries = list(spec_for([None if n == "batch" else n for n in names], x.shape, self.mesh))
+        if names[0] == "batch" and x.shape[0] % batch_shards(self.mesh) == 0:
+            entries[0] = BATCH_AXES
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+
+def param(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dtype, fan_in: int) -> nnx.Param:
+    """A matrix with entries of variance 1 / fan_in, or zeros when ``fan_in`` is 0."""
+    if fan_in:
+        value = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    else:
+        value = jnp.zeros(shape, dtype)
+    return nnx.Param(value, sharding_names=names, eager_sharding=False)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * (scale + offset) over the last ``axes`` dimensions, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig, shape: tuple[int, ...], names: tuple[str | None, ...], *, dtype):
+        self.eps, self.offset, self.axes = config.rms_norm_eps, config.norm_offset, tuple(range(-len(shape), 0))
+        self.scale = nnx.Param(
+            jnp.full(shape, 1.0 - config.norm_offset, dtype), sharding_names=names, eager_sharding=False
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=self.axes, keepdims=True) + self.eps)
+        return (y * (self.scale[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rope: over the row itself, or over a cache that it extends."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+        self.config = config
+        d, n, k, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.q = param(rngs, (d, n, h), ("embed", "heads", None), dtype, d)
+        self.kv = param(rngs, (d, 2, k, h), ("embed", None, "kv_heads", None), dtype, d)
+        self.out = param(rngs, (n, h, d), ("heads", None, "embed"), dtype, 2 * n * h * config.num_layers)
+        if config.qkv_bias:
+            self.q_bias = param(rngs, (n, h), ("heads", None), dtype, 0)
+            self.kv_bias = param(rngs, (2, k, h), (None, "kv_heads", None), dtype, 0)
+        if config.qk_norm == "head":
+            self.q_norm = RMSNorm(config, (h,), (None,), dtype=dtype)
+            self.k_norm = RMSNorm(config, (h,), (None,), dtype=dtype)
+        elif config.qk_norm == "projection":
+            self.q_norm = RMSNorm(config, (n, h), ("heads", None), dtype=dtype)
+            self.k_norm = RMSNorm(config, (k, h), ("kv_heads", None), dtype=dtype)
+
+    def __call__(
+        self, x: jax.Array, kind: LayerKind, context: Context, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
+        """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens."""
+        config, dtype = self.config, context.dtype
+        q = jnp.einsum("btd,dnh->btnh", x, self.q[...].astype(dtype))
+        kv = jnp.einsum("btd,dckh->btckh", x, self.kv[...].astype(dtype))
+        if config.qkv_bias:
+            q = q + self.q_bias[...].astype(dtype)
+            kv = kv + self.kv_bias[...].astype(dtype)
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        turn = context.rope_tables[kind.rope]
+        q = context.constrain(rope.rotate(q, turn), "batch", None, "heads", None)
+        k = context.constrain(rope.rotate(k, turn), "batch", None, "kv_heads", None)
+        v = context.constrain(v, "batch", None, "kv_heads", None)
+        kv_positions, segments = context.positions, context.segment_ids
+        if cache is not None:
+            cache = {"k": _write(cache["k"], k, context.positions), "v": _write(cache["v"], v, context.positions)}
+            k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
+            kv_positions, segments = jnp.arange(k.shape[1], dtype=jnp.int32)[None], None
+        y = attention(
+            q, k, v, q_positions=context.positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
+            window=kind.window, soft_cap=config.attention_soft_cap, scale=config.attention_scale,
+            implementation=context.attention,
+        )  # fmt: skip
+        y = context.constrain(y, "batch", None, "heads", None)
+        return jnp.einsum("btnh,nhd->btd", y, self.out[...].astype(dtype)), cache
+
+
+def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
+    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T]; negative ones are dropped."""
+    rows = jnp.arange(cache.shape[0])[:, None]
+    slots = jnp.where(positions < 0, cache.shape[2], positions)
+    return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """act(gate) * up for ``gate_up`` [..., 2, F]: SwiGLU or GeGLU (Shazeer, arXiv:2002.05202)."""
+    act = jax.nn.silu if activation == "silu" else lambda x: jax.nn.gelu(x, approximate=True)
+    return act(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+class Mlp(nnx.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+        self.activation = config.activation
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_up = param(rngs, (d, 2, f), ("embed", None, "mlp"), dtype, d)
+        self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        gate_up = jnp.einsum("btd,dcf->btcf", x, self.gate_up[...].astype(context.dtype))
+        gate_up = context.constrain(gate_up, "batch", None, None, "mlp")
+        return jnp.einsum("btf,fd->btd", gated(gate_up, self.activation), self.down[...].astype(context.dtype))
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention, then MLP or experts, each with a norm before it (and after it for Gemma)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+        from jaxrl.models.moe import Moe
+
+        def norm():
+            return RMSNorm(config, (config.hidden_size,), (None,), dtype=dtype)
+
+        self.sandwich = config.sandwich_norms
+        self.attention_norm = norm()
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = norm()
+        self.mlp = (Moe if config.moe else Mlp)(config, rngs=rngs, dtype=dtype)
+        if self.sandwich:
+            self.post_attention_norm = norm()
+            self.post_mlp_norm = norm()
+
+    def __call__(
+        self, x: jax.Array, kind: LayerKind, context: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, jax.Array] | None]:
+        """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without experts)."""
+        y, cache = self.attention(self.attention_norm(x), kind, context, cache)
+        x = x + (self.post_attention_norm(y) if self.sandwich else y)
+        x = context.constrain(x, "batch", None, None)
+        y, router = self.mlp(self.mlp_norm(x), context), None
+        if isinstance(y, tuple):
+            y, router = y
+        x = x + (self.post_mlp_norm(y) if self.sandwich else y)
+        return context.constrain(x, "batch", None, None), cache, router

@@ -1,0 +1,158 @@
+"""``Model``: the decoder as functions of a plain nested dict of arrays, which is all the rest of the program sees.
+
+Two layouts of the same parameters: the *train* layout is stacked for ``lax.scan`` (``decoder.py``), the *rollout* layout has one
+subtree a layer. ``unstack`` goes from one to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.config import ConfigError
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.decoder import SINGLE, STACKED, Decoder
+from jaxrl.models.layers import Cache
+from jaxrl.ops.attention import Implementation
+from jaxrl.sharding import BATCH_AXES, View, batch_shards, divisors, named, spec_for
+
+Params = dict[str, Any]
+"""Nested dict of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder and how it computes; hashable, so that it can be a static argument of ``jit``.
+
+    Letters: B rows, T tokens, S cache length, D model, K kv heads, H head dim, V vocabulary.
+    """
+
+    config: ModelConfig
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    """"none", "full" or "dots": see ModelSource."""
+    attention: Implementation | None = None
+    mesh: Mesh | None = None
+    """Where activations are laid out; None: one device, or whatever the compiler chooses."""
+
+    def init(self, key: jax.Array, mesh: Mesh | None = None, param_dtype: str = "float32") -> Params:
+        """Random parameters in the train layout, made on the devices they belong to. Independent of the mesh."""
+        mesh = mesh or self.mesh
+
+        def make(key):
+            rngs = nnx.Rngs(params=key)
+            return nnx.to_pure_dict(nnx.state(Decoder(self.config, scan=True, rngs=rngs, dtype=param_dtype)))
+
+        shardings = named(mesh, self.specs(mesh)) if mesh else None
+        return jax.jit(make, out_shardings=shardings)(key)
+
+    def shapes(self, param_dtype: str = "float32", view: View = "train") -> Params:
+        """The parameters as a tree of ShapeDtypeStruct, in the layout of ``view``."""
+        _, state = _abstract(self.config, view == "train")
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype)), nnx.to_pure_dict(state)
+        )
+
+    def specs(self, mesh: Mesh | None = None, view: View = "train") -> Params:
+        """PartitionSpec of each parameter, in the layout of ``view``.
+
+        A dimension that its mesh axis does not divide stays replicated (kv heads, vocabulary, F). ConfigError when the tensor
+        axis does not divide the query heads.
+        """
+        mesh = mesh or self.mesh
+        if mesh is not None and self.config.num_heads % mesh.shape["tensor"]:
+            raise ConfigError(
+                f"tensor={mesh.shape['tensor']} does not divide the model's {self.config.num_heads} query heads; "
+                f"valid are {', '.join(map(str, divisors(self.config.num_heads)))}",
+                "mesh.tensor",
+            )
+        _, state = _abstract(self.config, view == "train")
+        flat = {}
+        for path, variable in nnx.to_flat_state(state):
+            names = tuple(variable.get_metadata("out_sharding"))
+            if path[0] == STACKED:
+                names = ("layers", *names)
+            flat[path] = spec_for(names, variable.shape, mesh, view)
+        return nnx.traversals.unflatten_mapping(flat)
+
+    def hidden_states(
+        self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Train layout (or rollout layout), tokens / positions / segment_ids int [B, T].
+
+        A token attends to the tokens of its own segment at its position or before; segment 0 is padding.
+
+        Returns:
+            [B, T, D] in the compute dtype after the final norm, and {"router_loss": float32 scalar, 0 without experts}.
+        """
+        decoder = self._decoder(params)
+        context = decoder.context(
+            positions, segment_ids, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh
+        )
+        hidden, router_loss = decoder(tokens, context, self.remat)
+        return hidden, {"router_loss": router_loss}
+
+    def head(self, params: Params) -> jax.Array:
+        """[V, D] output head; logits are hidden @ head.T, then capped by ``config.final_soft_cap``."""
+        return params["embed"] if self.config.tie_embeddings else params["head"]
+
+    def unstack(self, params: Params) -> Params:
+        """Train layout -> rollout layout."""
+        period, repeats, _ = self.config.pattern
+        layers = dict(params.get(SINGLE, {}))
+        for place, block in params[STACKED].items():
+            for r in range(repeats):
+                layers[str(r * period + int(place))] = jax.tree.map(lambda x, r=r: x[r], block)
+        rest = {name: value for name, value in params.items() if name not in (STACKED, SINGLE)}
+        return {**rest, SINGLE: {str(i): layers[str(i)] for i in range(self.config.num_layers)}}
+
+    def init_cache(self, batch: int, length: int, dtype: str | None = None) -> dict[str, Cache]:
+        """Empty cache: for each layer {"k", "v"} [B, K, S, H]. ``dtype`` defaults to the compute dtype."""
+        shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
+        dtype = dtype or self.compute_dtype
+        return {
+            str(i): {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)} for i in range(self.config.num_layers)
+        }
+
+    def cache_specs(self, mesh: Mesh | None = None, batch: int | None = None) -> dict[str, dict[str, PartitionSpec]]:
+        """Rows over the batch axes (when they divide ``batch``), kv heads over tensor when it divides them."""
+        mesh = mesh or self.mesh
+        spec = PartitionSpec()
+        if mesh is not None:
+            heads = spec_for(["kv_heads"], [self.config.num_kv_heads], mesh)[0]
+            rows = None if batch is not None and batch % batch_shards(mesh) else BATCH_AXES
+            spec = PartitionSpec(rows, heads)
+        return {str(i): {"k": spec, "v": spec} for i in range(self.config.num_layers)}
+
+    def extend(
+        self, rollout_params: Params, tokens: jax.Array, positions: jax.Array, cache: dict[str, Cache]
+    ) -> tuple[jax.Array, dict[str, Cache]]:
+        """Prefill (T = chunk) or decode (T = 1) with a kv cache.
+
+        Args:
+            tokens, positions: int [B, T]. Keys and values of token (b, t) go to cache index positions[b, t], and it attends to
+                indexes up to its own. A negative position is padding: not written, its output is meaningless.
+            cache: from ``init_cache``; donate it.
+
+        Returns:
+            hidden states [B, T, D] after the final norm, and the extended cache.
+        """
+        decoder = self._decoder(rollout_params)
+        context = decoder.context(positions, None, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh)
+        return decoder.extend(tokens, context, cache)
+
+    def _decoder(self, params: Params) -> Decoder:
+        graph, _ = _abstract(self.config, STACKED in params)
+        return nnx.merge(graph, params)
+
+
+@lru_cache(maxsize=64)
+def _abstract(config: ModelConfig, scan: bool) -> tuple[Any, Any]:
+    """Structure and shapes of the decoder, without arrays."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, scan=scan, rngs=nnx.Rngs(params=0))))

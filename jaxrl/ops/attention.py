@@ -1,0 +1,100 @@
+"""Causal attention with grouped queries, sliding window, soft cap and packed segments.
+
+A query sees a key of its own segment whose position is at most its own and, with a window of w, larger than its own minus w.
+Scores and softmax are float32 whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Implementation = Literal["reference", "chunked"]
+BLOCK = 256
+"""Queries of one block of ``chunked``."""
+LONG = 1024
+"""Queries from which ``chunked`` is the default."""
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    q_positions: jax.Array,
+    kv_positions: jax.Array,
+    q_segments: jax.Array | None = None,
+    kv_segments: jax.Array | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """softmax(cap(q k^T scale)) v under the mask described above.
+
+    Args:
+        q: [B, T, N, H].
+        k, v: [B, S, K, H]; N is a multiple of K, query head n uses kv head n // (N / K).
+        q_positions, kv_positions: int [B, T] and [B, S] (or [1, S]).
+        q_segments, kv_segments: int [B, T] and [B, S], both or neither; tokens of different segments do not see each other.
+        window: tokens a query sees, itself included; None: all earlier ones.
+        soft_cap: scores become cap * tanh(scores / cap) (Gemma 2, arXiv:2408.00118).
+        implementation: ``reference`` holds all [T, S] scores, ``chunked`` those of BLOCK queries at a time, also in the
+            backward pass; None: chunked from LONG queries on.
+
+    Returns:
+        [B, T, N, H] in the dtype of ``v``; zeros for a query that sees nothing.
+    """
+    if implementation is None:
+        implementation = "chunked" if q.shape[1] >= LONG else "reference"
+    if implementation not in ("reference", "chunked"):
+        raise ValueError(f"implementation {implementation!r}: needs reference, chunked or None")
+    if q_segments is None or kv_segments is None:
+        q_segments, kv_segments = jnp.zeros_like(q_positions), jnp.zeros_like(kv_positions)
+
+    def block(q: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
+        visible = (positions[:, :, None] >= kv_positions[:, None, :]) & (
+            segments[:, :, None] == kv_segments[:, None, :]
+        )
+        if window is not None:
+            visible &= positions[:, :, None] - kv_positions[:, None, :] < window
+        return _attend(q, k, v, visible, soft_cap, scale)
+
+    if implementation == "reference":
+        return block(q, q_positions, q_segments)
+    return _over_blocks(block, q, q_positions, q_segments)
+
+
+def _attend(q, k, v, visible, soft_cap, scale):
+    """Attention of q [B, T, N, H] over all keys with a mask [B, T, S]."""
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    mask = visible[:, None, None]
+    # A finite fill and a guarded sum: a query that sees nothing gives 0, not NaN, in value and in gradient.
+    scores = jnp.where(mask, scores, -1e30)
+    weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
+    return out.reshape(batch, length, heads, dim)
+
+
+def _over_blocks(block, q, positions, segments):
+    """``block`` over BLOCK queries at a time; each block's scores are computed again in the backward pass."""
+    batch, length = positions.shape
+    count = -(-length // BLOCK)
+    padding = count * BLOCK - length
+
+    def split(x, fill):
+        pad = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, pad, constant_values=fill)
+        return jnp.moveaxis(x.reshape(batch, count, BLOCK, *x.shape[2:]), 1, 0)
+
+    blocks = (split(q, 0), split(positions, -1), split(segments, -1))
+    out = jax.lax.map(jax.checkpoint(lambda xs: block(*xs)), blocks)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * BLOCK, *q.shape[2:])[:, :length]
