@@ -1,0 +1,149 @@
+"""How a section declares its keys, and what the loader reads back from a declaration."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+NoneType = type(None)
+MISSING = dataclasses.MISSING
+
+
+def setting(default: Any, doc: str) -> Any:
+    """A key with a default. ``doc`` says what it does, with its unit."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def required(doc: str) -> Any:
+    """A key that the user has to give."""
+    return dataclasses.field(metadata={"doc": doc})
+
+
+def factory(make: Callable[[], Any], doc: str) -> Any:
+    """A key whose default is made anew each time: a section (its class), a list or a dict."""
+    return dataclasses.field(default_factory=make, metadata={"doc": doc})
+
+
+def keys_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The keys of a section in order, by name."""
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def annotations_of(cls: type) -> dict[str, Any]:
+    """The resolved annotation of each key of a section."""
+    return typing.get_type_hints(cls)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The declared default of a key, or MISSING."""
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else MISSING
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types a union is made of, None left out; any other annotation alone."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [member for member in typing.get_args(annotation) if member is not NoneType]
+    return [annotation]
+
+
+def takes_none(annotation: Any) -> bool:
+    return annotation in (Any, object, None, NoneType) or NoneType in typing.get_args(annotation)
+
+
+def container(annotation: Any) -> type | None:
+    """list, tuple or dict for annotations of such values, else None."""
+    origin = typing.get_origin(annotation) or annotation
+    if origin in (list, tuple, dict):
+        return origin
+    if isinstance(origin, type) and origin in (Sequence, Mapping):
+        return tuple if origin is Sequence else dict
+    return None
+
+
+def item_type(annotation: Any, part: str) -> Any:
+    """The annotation one step down a dotted key: of a section's key, a list's item or a dict's value.
+
+    Returns Any where nothing is known about it.
+    """
+    for member in members(annotation):
+        args = typing.get_args(member)
+        kind = container(member)
+        if is_section(member) and part in keys_of(member):
+            return annotations_of(member)[part]
+        if kind is dict and len(args) == 2:
+            return args[1]
+        if kind in (list, tuple) and part.isdecimal() and args:
+            fixed = kind is tuple and Ellipsis not in args
+            return args[min(int(part), len(args) - 1)] if fixed else args[0]
+    return Any
+
+
+def sections(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
+    """Every section of the tree with its place, the root first; items of lists have no place."""
+    yield path, cls
+    annotations = annotations_of(cls)
+    for name in keys_of(cls):
+        for member in members(annotations[name]):
+            if is_section(member):
+                yield from sections(member, (*path, name))
+
+
+def all_keys(cls: type) -> list[str]:
+    """Every dotted key of the tree, sections included; items of lists left out."""
+    return [".".join((*path, name)) for path, section in sections(cls) for name in keys_of(section)]
+
+
+def item_sections(annotation: Any) -> list[type]:
+    """The dataclasses that a list (or dict) of sections holds."""
+    inner = [arg for member in members(annotation) if container(member) for arg in typing.get_args(member)]
+    return [member for arg in inner for member in members(arg) if is_section(member)]
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """What each key of a section does: its ``doc``, or the string literal that follows it in the source."""
+    docs = {name: str(field.metadata.get("doc", "")) for name, field in keys_of(cls).items()}
+    if all(docs.values()):
+        return docs
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, SyntaxError, IndexError):
+        return docs
+    lines = body.body if isinstance(body, ast.ClassDef) else []
+    for line, after in itertools.pairwise(lines):
+        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+            continue
+        name = line.target.id
+        if docs.get(name) == "" and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[name] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def type_name(annotation: Any) -> str:
+    """An annotation as the list of keys prints it."""
+    if takes_none(annotation) and annotation not in (Any, object):
+        return " | ".join([*(type_name(member) for member in members(annotation)), "null"])
+    if len(members(annotation)) > 1:
+        return " | ".join(type_name(member) for member in members(annotation))
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return " | ".join(str(arg) for arg in args)
+    kind = container(annotation)
+    if kind is dict:
+        return f"dict[str, {type_name(args[1])}]" if args else "dict"
+    if kind is not None:
+        fixed = kind is tuple and Ellipsis not in args
+        return f"list[{', '.join(type_name(a) for a in (args if fixed else args[:1]))}]" if args else "list"
+    return "any" if annotation in (Any, object) else getattr(annotation, "__name__", str(annotation))
