@@ -7,24 +7,26 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxrl.config import fields
 from jaxrl.config.errors import ConfigError, join, nearest, show
 from jaxrl.config.fields import MISSING
 from jaxrl.config.overrides import apply_override
-from jaxrl.config.sources import Layer, Origin, Problems, parse_value, read_file, write_yaml
+from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, parse_value, read_file, write_yaml
 
 T = TypeVar("T")
 
 _INVALID: Any = object()
+_MAX_DEPTH = 50
 _SECRET = re.compile(r"(?:^|[^a-z])(?:token|secret|password|passwd|credentials?|api_?key)(?:[^a-z]|$)")
 _SPECIAL_TOKEN = re.compile(r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|stop|start|end|special)_token(?:_|$)")
 _SECRET_ADVICE = "secrets do not belong in a config, which is saved with the run; set an environment variable"
 
 
 def load(
-    cls: type[T], source: str | None, overrides: Sequence[str] = (), gin_bindings: Sequence[str] = ()
+    cls: type[T], source: str | Path | None, overrides: Sequence[str] = (), gin_bindings: Sequence[str] = ()
 ) -> tuple[T, frozenset[str]]:
     """Read a config: a file, gin bindings over it, command line overrides over both.
 
@@ -45,17 +47,17 @@ def load(
     """
     problems: Problems = []
     layer = Layer()
-    gin_file = source if source is not None and source.endswith(".gin") else None
-    if source is not None and gin_file is None:
-        layer = read_file(source, problems)
+    file = None if source is None else str(source)
+    gin_file = file if file is not None and file.endswith(".gin") else None
+    if file is not None and gin_file is None:
+        layer = read_file(file, problems)
     if gin_file is not None or gin_bindings:
         from jaxrl.config.gin_source import read_gin
 
         layer.merge(read_gin(gin_file, gin_bindings, cls, problems))
     for override in overrides:
         apply_override(layer, override, cls, problems)
-    # What could not be parsed may be what seems to be missing.
-    builder = _Builder(cls, layer.origins, partial=bool(problems))
+    builder = _Builder(cls, layer.origins, layer.incomplete)
     instance = builder.section(cls, layer.values, "")
     problems += builder.problems + builder.lints
     if problems:
@@ -69,7 +71,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
     Raises:
         ConfigError: with every problem that was found.
     """
-    builder = _Builder(cls, {}, partial=False)
+    builder = _Builder(cls, {}, incomplete=False)
     instance = builder.section(cls, values, key)
     if builder.problems or builder.lints:
         raise ConfigError(builder.problems + builder.lints)
@@ -95,10 +97,10 @@ def to_yaml(config: Any) -> str:
 class _Builder:
     """Builds sections bottom up; every problem is noted and building goes on."""
 
-    def __init__(self, root: type, origins: Mapping[str, Origin], partial: bool):
+    def __init__(self, root: type, origins: Mapping[str, Origin], incomplete: bool):
         self.root = root
         self.origins = origins
-        self.partial = partial
+        self.incomplete = incomplete
         self.problems: Problems = []
         self.lints: Problems = []
         self.explicit: set[str] = set()
@@ -128,11 +130,10 @@ class _Builder:
             if name not in keys:
                 self.unknown(cls, name, key, raw[name])
         given = {}
-        for name in keys:
-            if name in raw:
-                value = self.key(keys[name], annotations[name], raw[name], join(key, name))
-                if value is not _INVALID:
-                    given[name] = value
+        for name in (name for name in keys if name in raw):
+            value = self.key(keys[name], annotations[name], raw[name], join(key, name))
+            if value is not _INVALID:
+                given[name] = value
         defaults = self.defaults(cls, given, key, like)
         values = dict(given)
         for name in keys:
@@ -144,7 +145,7 @@ class _Builder:
                 values[name] = self.section(annotation, {}, join(key, name), like_it)
             elif default is not MISSING:
                 values[name] = default
-            elif not self.partial:
+            elif not self.incomplete:
                 doc = fields.docs_of(cls)[name]
                 message = f"not given; {_needed(annotation)} is needed" + (f": {doc}" if doc else "")
                 self.problems.append((join(key, name), message))
@@ -153,7 +154,7 @@ class _Builder:
             as_default = origin is not None and origin.resolved and _same(value, defaults[name])
             if not (dataclasses.is_dataclass(value) or as_default):
                 self.explicit.add(join(key, name))
-        if len(self.problems) > before[0] or self.partial:
+        if len(self.problems) > before[0] or self.incomplete or len(values) < len(keys):
             return _INVALID
         return self.instance(cls, values, key, clean=len(self.lints) == before[1])
 
@@ -229,6 +230,8 @@ class _Builder:
 
     def value(self, annotation: Any, raw: Any, key: str) -> Any:
         """``raw`` as the annotation wants it, or _INVALID with the problem noted."""
+        if raw is UNREADABLE:
+            return _INVALID
         if raw is None and fields.takes_none(annotation):
             return None
         choices = fields.members(annotation)
@@ -250,7 +253,7 @@ class _Builder:
     def union(self, annotation: Any, choices: list[Any], raw: Any, key: str) -> Any:
         # float last: it takes whole numbers too.
         for choice in sorted(choices, key=lambda choice: choice is float):
-            trial = _Builder(self.root, self.origins, self.partial)
+            trial = _Builder(self.root, self.origins, self.incomplete)
             value = trial.value(choice, raw, key)
             if value is not _INVALID:
                 self.lints += trial.lints
@@ -289,6 +292,8 @@ class _Builder:
 
     def free(self, raw: Any, key: str) -> Any:
         """A value of any type; the rules for names and numbers hold inside it as well."""
+        if key.count(".") > _MAX_DEPTH:
+            return self.refuse(key[:60] + "...", "nested too deeply to be a config")
         if isinstance(raw, Mapping):
             return self.mapping(dict[str, Any], raw, key)
         if isinstance(raw, list | tuple):
@@ -330,7 +335,7 @@ class _Builder:
             hint = f"; write [{raw}]" if isinstance(raw, str) or number else ""
         elif choice not in (bool, float, None, type(None)) and fields.container(choice) is None:
             raise TypeError(f"{key}: the loader has no rule for the annotation {choice!r}")
-        if choice in (int, float) and isinstance(raw, str) and isinstance(parse_value(raw), int | float):
+        if choice in (int, float) and isinstance(raw, str) and isinstance(parse_value(raw)[0], int | float):
             hint = "; write it without quotes"
         return self.refuse(key, f"{show(raw)} given; {needed} is needed{hint}")
 

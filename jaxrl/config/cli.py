@@ -57,7 +57,6 @@ def parse_cli(
     parser = _Parser(
         prog=prog,
         description=description,
-        usage="%(prog)s [--config FILE] [--gin BINDING] [key=value ...]",
         epilog="\n".join(["sections:", *section_lines(cls), "", "every key: --help-config"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -75,10 +74,14 @@ def parse_cli(
     if options.help_config:
         print(describe(cls))
         raise SystemExit(0)
-    if rest:
-        raise ConfigError([(word, _unknown_option(word, prog)) for word in rest])
+    strange = [(word, _unknown_option(word, prog)) for word in rest]
     config: Any
-    config, explicit = load(cls, options.config, options.overrides, options.gin)
+    try:
+        config, explicit = load(cls, options.config, options.overrides, options.gin)
+    except ConfigError as error:
+        raise ConfigError(strange + error.problems) from None
+    if strange:
+        raise ConfigError(strange)
     return CommandLine(config=config, explicit=explicit, options=options)
 
 

@@ -1,8 +1,8 @@
 """Gin files and bindings: ``OptimConfig.learning_rate = 1e-6`` in place of nested YAML.
 
 The syntax is gin-config's, read with its own parser: macros (``LR = 1e-6``, ``%LR``), ``include``, blocks. A
-class name stands for the section's place in the tree; a scope (``eval/DataConfig.path``) tells two places apart.
-Nothing is registered with gin and nothing is kept.
+class name stands for the section's place in the tree; a scope (``eval/DataConfig.path``) tells two places
+apart. Nothing is registered with gin and nothing is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gin import config_parser
 
 from jaxrl.config import fields
 from jaxrl.config.errors import join, nearest, show
-from jaxrl.config.sources import Layer, Origin, Problems, merged, read_text
+from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, merged, read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class _Program:
 
     def __init__(self, problems: Problems):
         self.problems = problems
+        self.incomplete = False
         self.bindings: list[_Binding] = []
         self.macros: dict[str, _Binding] = {}
 
@@ -66,7 +67,9 @@ class _Program:
             self.problems.append((path, "unknown kind of file; a gin file includes .gin files"))
             return
         text = read_text(path, self.problems, str(chain[-1]) if chain else "")
-        if text is not None:
+        if text is None:
+            self.incomplete = True
+        else:
             self.read(text, path, (*chain, Path(path)))
 
     def read(self, text: str, name: str, chain: tuple[Path, ...] = ()) -> None:
@@ -86,6 +89,7 @@ class _Program:
                     self.bind(statement, place, seen)
         except (SyntaxError, tokenize.TokenError, ValueError, RecursionError) as error:
             self.problems.append(_syntax_problem(error, text, name, bool(chain)))
+            self.incomplete = True
 
     def bind(self, statement: Any, place: str, seen: dict[str, str]) -> None:
         binding = _Binding(statement.scope, statement.selector, statement.arg_name, statement.value, place)
@@ -103,17 +107,17 @@ class _Program:
         if isinstance(value, _Macro):
             if value.name in active:
                 self.problems.append((f"%{value.name}", f"a macro that leads back to itself ({place})"))
-                return None
+                return UNREADABLE
             if value.name not in self.macros:
                 close = nearest(value.name, self.macros)
                 hint = f"did you mean %{close}?" if close else f"define it: {value.name} = ..."
                 self.problems.append((f"%{value.name}", f"no such macro; {hint} ({place})"))
-                return None
+                return UNREADABLE
             return self.value(self.macros[value.name].value, place, (*active, value.name))
         if isinstance(value, _Reference):
             message = f"references are not supported; write an import path as a string ({place})"
             self.problems.append((f"@{value.name}", message))
-            return None
+            return UNREADABLE
         if isinstance(value, list | tuple):
             return [self.value(item, place, active) for item in value]
         if isinstance(value, dict):
@@ -186,15 +190,13 @@ def read_gin(path: str | None, bindings: Sequence[str], cls: type, problems: Pro
         program.read_file(path)
     for text in bindings:
         program.read(text, "--gin")
-    layer = Layer()
+    layer = Layer(incomplete=program.incomplete)
     for binding in program.bindings:
         target = _place_of(binding, cls, problems)
         if target is None:
+            layer.incomplete = True
             continue
-        before = len(problems)
         value = program.value(binding.value, binding.place)
-        if len(problems) > before:
-            continue
         keys = (*target[0], binding.name)
         for key in reversed(keys):
             value = {key: value}

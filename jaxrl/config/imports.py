@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from jaxrl.config.errors import ConfigError, UserCodeError, nearest
@@ -24,9 +25,17 @@ def import_by_path(path: str, key: str = "") -> Any:
         UserCodeError: the module is there, but importing it raised.
     """
     place, colon, name = path.rpartition(":")
-    if not (colon and place and name):
+    is_file = place.endswith(".py")
+    if not (colon and place and name) or (place.startswith(".") and not is_file):
         raise ConfigError(f"{path!r} given; package.module:name or folder/file.py:name is needed", key)
-    found = _import_file(place, path, key) if place.endswith(".py") else _import_module(place, path, key)
+    try:
+        found = (_import_file if is_file else _import_module)(place, path, key)
+    except (ConfigError, UserCodeError):
+        raise
+    except (Exception, SystemExit) as error:
+        start = f"{key}: " if key else ""
+        message = f"{start}importing {path!r} failed: {type(error).__name__}: {error}"
+        raise UserCodeError(message) from error
     for part in name.split("."):
         if not hasattr(found, part):
             close = nearest(part, [other for other in dir(found) if not other.startswith("_")])
@@ -36,27 +45,21 @@ def import_by_path(path: str, key: str = "") -> Any:
     return found
 
 
-def _import_module(name: str, path: str, key: str) -> Any:
+def _import_module(name: str, path: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            message = f"{path!r} given; module {error.name!r} is neither installed nor on PYTHONPATH"
-            raise ConfigError(message, key) from None
-        raise UserCodeError(f"{key}: importing {path!r} failed: {error}") from error
-    except (TypeError, ValueError) as error:  # a relative or malformed module name
-        if name.startswith(".") or ".." in name:
-            raise ConfigError(f"{path!r}: {name!r} is no absolute module name", key) from None
-        raise UserCodeError(f"{key}: importing {path!r} failed: {error}") from error
-    except Exception as error:
-        raise UserCodeError(f"{key}: importing {path!r} failed: {type(error).__name__}: {error}") from error
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        message = f"{path!r} given; module {error.name!r} is neither installed nor on PYTHONPATH"
+        raise ConfigError(message, key) from None
 
 
-def _import_file(place: str, path: str, key: str) -> Any:
+def _import_file(place: str, path: str, key: str) -> ModuleType:
     file = Path(place).expanduser().resolve()
     if not file.is_file():
-        raise ConfigError(f"{path!r}: there is no file {str(file)!r}", key)
-    # One name per file, so that importing twice gives the same classes and objects pickle within the process.
+        raise ConfigError(f"{path!r} given; there is no file {str(file)!r}", key)
+    # One name per file, so that importing it twice gives the same classes.
     name = f"jaxrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -66,7 +69,7 @@ def _import_file(place: str, path: str, key: str) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException:
         del sys.modules[name]
-        raise UserCodeError(f"{key}: importing {path!r} failed: {type(error).__name__}: {error}") from error
+        raise
     return module

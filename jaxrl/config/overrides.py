@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxrl.config import fields
 from jaxrl.config.errors import ConfigError, nearest, show
-from jaxrl.config.sources import Layer, Origin, Problems, merged, parse_value
+from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, merged, parse_value
 
 
 def apply_override(layer: Layer, text: str, cls: type, problems: Problems) -> None:
@@ -42,31 +42,35 @@ def _set(layer: Layer, parts: list[str], text: str, cls: type) -> None:
     for depth, part in enumerate(parts):
         index = _index(holder, part, ".".join(parts[:depth]))
         below = fields.item_type(annotation, part)
+        here = ".".join(parts[: depth + 1])
         if depth == len(parts) - 1:
-            value = text if _takes_text(below, text) else parse_value(text)
+            layer.origins[here] = Origin("command line")
+            value, problem = (text, None) if _takes_text(below, text) else parse_value(text)
             if isinstance(index, str):
                 holder[index] = merged(holder.get(index), value)
             elif index == len(holder):
                 holder.append(value)
             else:
                 holder[index] = value
-            break
+            if problem:
+                raise ConfigError(problem)
+            return
         child = holder[index] if isinstance(index, int) and index < len(holder) else None
         if isinstance(index, str):
             child = holder.get(index)
         if child is None:
             child = _start(annotation, part, below)
-            # As in a resolved config: of what is copied here only what differs from its default was set by the user.
-            layer.origins[".".join(parts[: depth + 1])] = Origin("default", resolved=True)
+            # Of what is copied only what differs from its default counts as set by the user.
+            layer.origins[here] = Origin("default", resolved=True)
             if isinstance(index, int) and index == len(holder):
                 holder.append(child)
             else:
                 holder[index] = child
+        if child is UNREADABLE:
+            return
         if not isinstance(child, dict | list):
-            here = ".".join(parts[: depth + 1])
             raise ConfigError(f"{here} is {show(child)}, which has no {parts[depth + 1]!r} inside")
         holder, annotation = child, below
-    layer.origins[".".join(parts)] = Origin("command line")
 
 
 def _index(holder: Any, part: str, key: str) -> int | str:

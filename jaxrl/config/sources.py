@@ -18,6 +18,9 @@ from jaxrl.config.errors import ConfigError, join, nearest, show
 
 Problems = list[tuple[str, str]]
 
+UNREADABLE: Any = object()
+"""Stands for a value that was given and could not be read; the problem is noted already."""
+
 _MAX_NODES = 100_000  # aliases of aliases grow without bound
 
 
@@ -38,11 +41,14 @@ class Layer:
     """Plain nested values."""
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
     """By dotted key."""
+    incomplete: bool = False
+    """Some of the source could not be read, so what is missing may be there."""
 
     def merge(self, other: Layer) -> None:
         """Lay another source on top: mappings merge key by key, everything else is replaced."""
         self.values = merged(self.values, other.values)
         self.origins.update(other.origins)
+        self.incomplete |= other.incomplete
 
 
 def merged(lower: Any, upper: Any) -> Any:
@@ -127,7 +133,7 @@ class _Reader:
             return _SCALARS[kind][1](node.value)
         except ValueError as error:
             self.problems.append((join(key) or self.place(node), f"{show(node.value)} given; {error}"))
-            return None
+            return UNREADABLE
 
     def mapping(self, node: yaml.MappingNode, key: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -151,9 +157,10 @@ class _Reader:
             found[name] = self.value(value_node, full)
         return found
 
-    def refuse_tag(self, node: yaml.Node, key: str) -> None:
+    def refuse_tag(self, node: yaml.Node, key: str) -> Any:
         message = f"the tag {node.tag.replace(_PREFIX, '!!')} is not supported; write a plain value"
         self.problems.append((self.place(node) or key, message))
+        return UNREADABLE
 
 
 def read_yaml(text: str, name: str, problems: Problems) -> Layer:
@@ -179,7 +186,9 @@ def read_yaml(text: str, name: str, problems: Problems) -> Layer:
         if not isinstance(values, dict) and not reader.problems:
             problems.append((name, f"{show(values)} given; a mapping is needed: lines of 'key: value'"))
     problems.extend(reader.problems)
-    return Layer(values if isinstance(values, dict) else {}, reader.origins)
+    if not isinstance(values, dict):
+        return Layer(incomplete=True)
+    return Layer(values, reader.origins)
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, name: str, text: str) -> tuple[str, str]:
@@ -208,13 +217,13 @@ def _read_json(text: str, name: str, problems: Problems) -> Layer:
         values = json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         problems.append((f"{name}:{error.lineno}", error.msg))
-        return Layer()
+        return Layer(incomplete=True)
     except (ValueError, RecursionError) as error:
         problems.append((name, f"not a config: {error}"))
-        return Layer()
+        return Layer(incomplete=True)
     if not isinstance(values, dict):
         problems.append((name, f"{show(values)} given; an object is needed"))
-        return Layer()
+        return Layer(incomplete=True)
     return Layer(values, {key: Origin(name) for key in values})
 
 
@@ -245,14 +254,14 @@ def read_file(path: str, problems: Problems, chain: tuple[Path, ...] = ()) -> La
     if Path(path).resolve() in [file.resolve() for file in chain]:
         circle = " -> ".join([*(str(file) for file in chain), path])
         problems.append((path, f"its base leads back to itself: {circle}"))
-        return Layer()
+        return Layer(incomplete=True)
     if Path(path).suffix not in (".yaml", ".yml", ".json"):
         kinds = ".yaml, .yml or .json" if chain else ".yaml, .yml, .json or .gin"
         problems.append((path, f"unknown kind of file; {kinds} is needed"))
-        return Layer()
+        return Layer(incomplete=True)
     text = read_text(path, problems, wanted_by)
     if text is None:
-        return Layer()
+        return Layer(incomplete=True)
     layer = (_read_json if path.endswith(".json") else read_yaml)(text, path, problems)
     resolved = layer.values.pop("resolved", False)
     if not isinstance(resolved, bool):
@@ -281,26 +290,28 @@ def _flow(text: str) -> tuple[Any, Problems]:
     return values.get("value"), problems
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> tuple[Any, str | None]:
     """A command line value: a YAML scalar or flow collection; any other text is itself, byte for byte.
 
-    Raises:
-        ConfigError: it starts as a list or mapping and is none.
+    Returns the value, and the problem of a text that starts as a list or mapping and is none.
     """
     stripped = text.strip()
     if stripped[:1] in ("[", "{"):
         found, problems = _flow(stripped)
         if problems:
             start = "list" if stripped[0] == "[" else "mapping"
-            raise ConfigError(f"{show(text)} given; it starts as a {start} and is none: {problems[0][1]}")
-        return found
+            return UNREADABLE, f"{show(text)} given; it starts as a {start} and is none: {problems[0][1]}"
+        return found, None
     if _QUOTED.fullmatch(stripped):
         found, problems = _flow(stripped)
-        return text if problems else found
+        return text if problems else found, None
     for pattern, convert in _SCALARS.values():
         if stripped and pattern.match(stripped):
-            return convert(stripped)
-    return text
+            try:
+                return convert(stripped), None
+            except ValueError as error:  # a number of more digits than Python reads
+                return UNREADABLE, f"{show(text)} given; {error}"
+    return text, None
 
 
 def write_yaml(values: dict[str, Any]) -> str:
