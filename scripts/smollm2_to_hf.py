@@ -4,7 +4,7 @@
     .venv/bin/python scripts/smollm2_to_hf.py                    # -> models/SmolLM2-135M-Instruct, 540 MB
     .venv/bin/python scripts/smollm2_to_hf.py --gguf model.gguf --out models/mine
 
-Needs no torch and no model hub. The weights are the quantised ones of the GGUF (Q4_1, embeddings Q8_0), written
+Needs no torch and no model hub. The weights are those of the GGUF (Q4_1, embeddings Q8_0), written
 out as float32.
 """
 
