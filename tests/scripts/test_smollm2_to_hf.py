@@ -124,7 +124,7 @@ def test_quantized_weights_are_dequantized_before_the_rows_are_reordered(tmp_pat
     name = "model.layers.1.self_attn.q_proj.weight"
     exact = load_file(checkpoint_folder / "model.safetensors")[name]
     ours = load_file(tmp_path / "out" / "model.safetensors")[name]
-    # Q8_0 rounds to 1/127 of the largest of each 32 numbers of a row (that in float16): half a step, a bit more.
+    # Q8_0 rounds to 1/127 of the largest of each 32 numbers of a row (that in float16): half a step and more.
     largest = np.abs(exact.reshape(len(exact), -1, 32)).max(-1, keepdims=True)
     error = np.abs(ours - exact).reshape(len(exact), -1, 32)
     assert 0 < error.max()
