@@ -1,7 +1,8 @@
 """What a decoder is (``ModelConfig``) and where a run gets its model from (``ModelSource``).
 
-``ModelConfig`` holds facts, not family names: two families that compute the same thing have equal configs but for
-``family``, which only says how tensors and settings are named in a Hugging Face folder (``families.py``, ``tensors.py``).
+``ModelConfig`` holds facts, not family names: two families that compute the same thing have equal configs but
+for ``family``, which only says how tensors and settings are named in a Hugging Face folder (``families.py``,
+``tensors.py``).
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ class ModelSource:
     tokenizer: str | None = setting(
         None, "tokenizer folder or hub name, or builtin:chars; default: the folder of model.path"
     )
-    param_dtype: str = setting("float32", f"type in which parameters are kept and updated: {', '.join(DTYPES)}")
+    param_dtype: str = setting(
+        "float32", f"type in which parameters are kept and updated: {', '.join(DTYPES)}"
+    )
     compute_dtype: str = setting(
-        "bfloat16", f"type of matrix products and activations: {', '.join(DTYPES)}; norms and softmax are float32"
+        "bfloat16",
+        f"type of matrix products and activations: {', '.join(DTYPES)}; norms and softmax are float32",
     )
     remat: Literal["none", "full", "dots"] = setting(
         "full",
         "what the backward pass computes again: none (most memory), dots (all but matrix products), full (a whole layer)",
     )
     attention: Literal["reference", "chunked"] | None = setting(
-        None, "implementation of attention; null: reference for short rows, chunked over blocks of queries for long ones"
+        None,
+        "implementation of attention; null: reference for short rows, chunked over blocks of queries for long ones",
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:
@@ -54,7 +59,10 @@ class ModelSource:
                 yield key, f"{getattr(self, key)!r} is not one of {', '.join(DTYPES)}"
         if self.scratch and not self.path:
             if not self.tokenizer:
-                yield "tokenizer", "a model from scratch has no tokenizer of its own: give a folder, or builtin:chars"
+                yield (
+                    "tokenizer",
+                    "a model from scratch has no tokenizer of its own: give a folder, or builtin:chars",
+                )
             try:
                 ModelConfig.from_scratch(self.scratch, vocab_size=self.scratch.get("vocab_size", 1))
             except ConfigError as error:
@@ -134,7 +142,8 @@ class ModelConfig:
 
     @property
     def pattern(self) -> tuple[int, int, int]:
-        """(p, R, rest): the layer kinds are R repeats of the first p, then ``rest`` more of the same pattern."""
+        """(p, R, rest): the layer kinds are R repeats of the first p, then ``rest`` more of the same
+        pattern."""
         count = len(self.layers)
         period = next(
             p for p in range(1, count + 1) if all(self.layers[i] == self.layers[i % p] for i in range(count))
@@ -146,7 +155,8 @@ class ModelConfig:
         """From the dict of a config.json, in the spelling of transformers 4 or 5.
 
         Raises:
-            ConfigError: an unknown architecture or rope type, keys that disagree or that the decoder does not support.
+            ConfigError: an unknown architecture or rope type, keys that disagree or that the decoder does not
+                support.
         """
         from jaxrl.models.families import read
 
@@ -154,7 +164,8 @@ class ModelConfig:
 
     @classmethod
     def from_scratch(cls, given: Mapping[str, Any], vocab_size: int) -> ModelConfig:
-        """From a few config.json keys; ``model_type`` is llama unless given. ConfigError for an unknown key."""
+        """From a few config.json keys; ``model_type`` is llama unless given. ConfigError for an unknown
+        key."""
         from jaxrl.models.families import read_scratch
 
         return read_scratch(given, vocab_size)

@@ -1,8 +1,9 @@
 """The decoder: embedding, layers, final norm, output head.
 
-Its layers come in a repeating pattern (ModelConfig.pattern). For training the parameters at each place of the pattern are
-stacked [R, ...] and ``lax.scan`` runs over the repeats, so that compile time does not grow with depth; what is left of the
-pattern follows as single layers. For decoding all layers are single: a scan would copy the stacked kv cache in and out.
+Its layers come in a repeating pattern (ModelConfig.pattern). For training the parameters at each place of the
+pattern are stacked [R, ...] and ``lax.scan`` runs over the repeats, so that compile time does not grow with
+depth; what is left of the pattern follows as single layers. For decoding all layers are single: a scan would
+copy the stacked kv cache in and out.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _REMAT_POLICIES = {
 
 
 class Decoder(nnx.Module):
-    """``scan``: stacked layers under ``blocks/<place in the pattern>`` and the rest under ``layers/<index>``; else all under
-    ``layers/<index>``."""
+    """``scan``: stacked layers under ``blocks/<place in the pattern>`` and the rest under ``layers/<index>``;
+    else all under ``layers/<index>``."""
 
     def __init__(self, config: ModelConfig, *, scan: bool, rngs: nnx.Rngs, dtype=jnp.float32):
         self.config, self.scan = config, scan
@@ -82,7 +83,9 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.hidden_size**0.5, context.dtype)
         return context.constrain(x, "batch", None, None)
 
-    def __call__(self, tokens: jax.Array, context: Context, remat: str = "none") -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, tokens: jax.Array, context: Context, remat: str = "none"
+    ) -> tuple[jax.Array, jax.Array]:
         """[B, T] -> hidden states [B, T, D] after the final norm, and the router loss (0 without experts)."""
         config = self.config
         experts = config.moe.num_experts if config.moe else 0
@@ -117,7 +120,11 @@ class Decoder(nnx.Module):
         x, (counts, probs) = carry
         loss = jnp.zeros(())
         if config.moe:
-            real = jnp.sum(context.segment_ids > 0) if context.segment_ids is not None else jnp.asarray(tokens.size)
+            real = (
+                jnp.sum(context.segment_ids > 0)
+                if context.segment_ids is not None
+                else jnp.asarray(tokens.size)
+            )
             loss = router_loss(counts, probs, real, config.num_layers)
         return self.norm(x), loss
 

@@ -1,8 +1,9 @@
 """Hugging Face config.json <-> ModelConfig, one entry of a table for each family.
 
-Spellings: transformers 4 writes ``rope_theta`` / ``rope_scaling`` (and ``rope_local_base_freq`` for Gemma 3), transformers 5
-writes ``rope_parameters``, one for all layers or one for each layer type. ``layer_types`` is derived where it is absent.
-Defaults are those of transformers, since config.json files on the hub leave them out.
+Spellings: transformers 4 writes ``rope_theta`` / ``rope_scaling`` (and ``rope_local_base_freq`` for Gemma 3),
+transformers 5 writes ``rope_parameters``, one for all layers or one for each layer type. ``layer_types`` is
+derived where it is absent. Defaults are those of transformers, since config.json files on the hub leave them
+out.
 """
 
 from __future__ import annotations
@@ -103,24 +104,31 @@ _SCRATCH_KEYS = frozenset(
 
 
 class _Reader:
-    """Looks keys up with the family's defaults and collects what is wrong, so that all of it is told at once."""
+    """Looks keys up with the family's defaults and collects what is wrong, so that all of it is told at
+    once."""
 
     def __init__(self, given: Mapping[str, Any], where: str):
         self.where = where
         self.found: list[tuple[str, str]] = []
         kind = given.get("model_type")
         if kind == "gemma3":  # the multimodal wrapper: only its text part is a decoder of ours
-            given = {"tie_word_embeddings": given.get("tie_word_embeddings", True), **given.get("text_config", {})}
+            given = {
+                "tie_word_embeddings": given.get("tie_word_embeddings", True),
+                **given.get("text_config", {}),
+            }
             kind = given.setdefault("model_type", "gemma3_text")
         elif kind in FAMILIES:
             architectures = given.get("architectures") or [FAMILIES[kind].architecture]
             stem = FAMILIES[kind].architecture.removesuffix("ForCausalLM")
             if architectures[0] not in (stem + "ForCausalLM", stem + "ForSequenceClassification"):
                 self.problem(
-                    "architectures", f"{architectures[0]!r} disagrees with model_type {kind!r} ({stem}ForCausalLM)"
+                    "architectures",
+                    f"{architectures[0]!r} disagrees with model_type {kind!r} ({stem}ForCausalLM)",
                 )
         if kind not in FAMILIES:
-            what = f"architecture {given['architectures'][0]!r}" if given.get("architectures") else f"{kind!r}"
+            what = (
+                f"architecture {given['architectures'][0]!r}" if given.get("architectures") else f"{kind!r}"
+            )
             raise ConfigError(
                 f"{where}: unknown {what} (model_type {kind!r}); known are {', '.join(sorted(FAMILIES))} and gemma3 (text)",
                 "model_type",
@@ -151,8 +159,15 @@ class _Reader:
         if value is None:
             self.problem(key, f"{key} is missing; a positive number is needed")
             return kind(1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 or kind(value) != value:
-            self.problem(key, f"{key} is {value!r}; a positive {'integer' if kind is int else 'number'} is needed")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value <= 0
+            or kind(value) != value
+        ):
+            self.problem(
+                key, f"{key} is {value!r}; a positive {'integer' if kind is int else 'number'} is needed"
+            )
             return kind(1)
         return kind(value)
 
@@ -163,7 +178,9 @@ def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     _refuse_unsupported(r)
     hidden, heads = r.number("hidden_size"), r.number("num_attention_heads")
     if r.get("head_dim") is None and hidden % heads:
-        r.problem("num_attention_heads", f"hidden_size {hidden} is no multiple of {heads} heads; head_dim is needed")
+        r.problem(
+            "num_attention_heads", f"hidden_size {hidden} is no multiple of {heads} heads; head_dim is needed"
+        )
     head_dim = r.number("head_dim", max(hidden // heads, 1))
     kv_heads = r.number("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -205,7 +222,10 @@ def read_scratch(given: Mapping[str, Any], vocab_size: int) -> ModelConfig:
     if unknown:
         hints = [(key, nearest(key, _SCRATCH_KEYS)) for key in unknown]
         raise ConfigError(
-            [(key, "unknown key of a model from scratch" + (f"; did you mean {h}?" if h else "")) for key, h in hints]
+            [
+                (key, "unknown key of a model from scratch" + (f"; did you mean {h}?" if h else ""))
+                for key, h in hints
+            ]
         )
     return read({"model_type": "llama", "vocab_size": vocab_size, **given}, where="model.scratch")
 
@@ -251,7 +271,9 @@ def write(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "sliding_window": sliding.window if sliding else family.defaults["sliding_window"],
         }
     if config.family == "gemma3_text":
-        out |= {"rope_local_base_freq": sliding.rope.theta if sliding else family.defaults["rope_local_base_freq"]}
+        out |= {
+            "rope_local_base_freq": sliding.rope.theta if sliding else family.defaults["rope_local_base_freq"]
+        }
     if config.moe:
         out |= {
             family.experts_key: config.moe.num_experts,
@@ -288,10 +310,14 @@ def _layer_types(r: _Reader) -> list[str]:
     given = r.given.get("layer_types")
     if given is not None:
         if len(given) != count:
-            r.problem("layer_types", f"layer_types has {len(given)} entries, but num_hidden_layers is {count}")
+            r.problem(
+                "layer_types", f"layer_types has {len(given)} entries, but num_hidden_layers is {count}"
+            )
         unknown = sorted(set(given) - {"sliding_attention", "full_attention"})
         if unknown:
-            r.problem("layer_types", f"unknown {', '.join(unknown)}; known are sliding_attention, full_attention")
+            r.problem(
+                "layer_types", f"unknown {', '.join(unknown)}; known are sliding_attention, full_attention"
+            )
             return ["full_attention"] * count
         return list(given)
     window = r.get("sliding_window")
@@ -334,7 +360,9 @@ def _rope(r: _Reader, kind: str) -> RopeConfig:
 def _scaled_rope(r: _Reader, theta: float, scaling: dict[str, Any]) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling.get("partial_rotary_factor", 1) != 1:
-        r.problem("rope_parameters", f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported")
+        r.problem(
+            "rope_parameters", f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported"
+        )
     needed = {
         "default": (),
         "linear": ("factor",),

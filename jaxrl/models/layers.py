@@ -1,7 +1,8 @@
 """The parts of a decoder layer, as flax.nnx modules: norm, attention, MLP, and the layer itself.
 
-A parameter carries the logical names of its axes (``sharding_names``), which ``jaxrl.sharding`` turns into mesh axes. It is
-kept in the dtype it was made in and cast to the compute dtype where it is used; norms, rope and softmax are float32.
+A parameter carries the logical names of its axes (``sharding_names``), which ``jaxrl.sharding`` turns into
+mesh axes. It is kept in the dtype it was made in and cast to the compute dtype where it is used; norms, rope
+and softmax are float32.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Context:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dtype, fan_in: int) -> nnx.Param:
+def param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dtype, fan_in: int
+) -> nnx.Param:
     """A matrix with entries of variance 1 / fan_in, or zeros when ``fan_in`` is 0."""
     if fan_in:
         value = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
@@ -57,10 +60,15 @@ def param(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...],
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * (scale + offset) over the last ``axes`` dimensions, in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
+    """x / rms(x) * (scale + offset) over the last ``axes`` dimensions, in float32 (Zhang & Sennrich,
+    arXiv:1910.07467)."""
 
     def __init__(self, config: ModelConfig, shape: tuple[int, ...], names: tuple[str | None, ...], *, dtype):
-        self.eps, self.offset, self.axes = config.rms_norm_eps, config.norm_offset, tuple(range(-len(shape), 0))
+        self.eps, self.offset, self.axes = (
+            config.rms_norm_eps,
+            config.norm_offset,
+            tuple(range(-len(shape), 0)),
+        )
         self.scale = nnx.Param(
             jnp.full(shape, 1.0 - config.norm_offset, dtype), sharding_names=names, eager_sharding=False
         )
@@ -109,7 +117,10 @@ class Attention(nnx.Module):
         v = context.constrain(v, "batch", None, "kv_heads", None)
         kv_positions, segments = context.positions, context.segment_ids
         if cache is not None:
-            cache = {"k": _write(cache["k"], k, context.positions), "v": _write(cache["v"], v, context.positions)}
+            cache = {
+                "k": _write(cache["k"], k, context.positions),
+                "v": _write(cache["v"], v, context.positions),
+            }
             k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
             kv_positions, segments = jnp.arange(k.shape[1], dtype=jnp.int32)[None], None
         y = attention(
@@ -122,7 +133,8 @@ class Attention(nnx.Module):
 
 
 def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T]; negative ones are dropped."""
+    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T]; negative ones are
+    dropped."""
     rows = jnp.arange(cache.shape[0])[:, None]
     slots = jnp.where(positions < 0, cache.shape[2], positions)
     return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
@@ -146,11 +158,14 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         gate_up = jnp.einsum("btd,dcf->btcf", x, self.gate_up[...].astype(context.dtype))
         gate_up = context.constrain(gate_up, "batch", None, None, "mlp")
-        return jnp.einsum("btf,fd->btd", gated(gate_up, self.activation), self.down[...].astype(context.dtype))
+        return jnp.einsum(
+            "btf,fd->btd", gated(gate_up, self.activation), self.down[...].astype(context.dtype)
+        )
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention, then MLP or experts, each with a norm before it (and after it for Gemma)."""
+    """One decoder layer: attention, then MLP or experts, each with a norm before it (and after it for
+    Gemma)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
         from jaxrl.models.moe import Moe
@@ -170,7 +185,8 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, kind: LayerKind, context: Context, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, jax.Array] | None]:
-        """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without experts)."""
+        """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without
+        experts)."""
         y, cache = self.attention(self.attention_norm(x), kind, context, cache)
         x = x + (self.post_attention_norm(y) if self.sandwich else y)
         x = context.constrain(x, "batch", None, None)

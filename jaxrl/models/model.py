@@ -1,7 +1,8 @@
-"""``Model``: the decoder as functions of a plain nested dict of arrays, which is all the rest of the program sees.
+"""``Model``: the decoder as functions of a plain nested dict of arrays, which is all the rest of the program
+sees.
 
-Two layouts of the same parameters: the *train* layout is stacked for ``lax.scan`` (``decoder.py``), the *rollout* layout has one
-subtree a layer. ``unstack`` goes from one to the other.
+Two layouts of the same parameters: the *train* layout is stacked for ``lax.scan`` (``decoder.py``), the
+*rollout* layout has one subtree a layer. ``unstack`` goes from one to the other.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Model:
     """Where activations are laid out; None: one device, or whatever the compiler chooses."""
 
     def init(self, key: jax.Array, mesh: Mesh | None = None, param_dtype: str = "float32") -> Params:
-        """Random parameters in the train layout, made on the devices they belong to. Independent of the mesh."""
+        """Random parameters in the train layout, made on the devices they belong to. Independent of the
+        mesh."""
         mesh = mesh or self.mesh
 
         def make(key):
@@ -62,8 +64,8 @@ class Model:
     def specs(self, mesh: Mesh | None = None, view: View = "train") -> Params:
         """PartitionSpec of each parameter, in the layout of ``view``.
 
-        A dimension that its mesh axis does not divide stays replicated (kv heads, vocabulary, F). ConfigError when the tensor
-        axis does not divide the query heads.
+        A dimension that its mesh axis does not divide stays replicated (kv heads, vocabulary, F). ConfigError
+        when the tensor axis does not divide the query heads.
         """
         mesh = mesh or self.mesh
         if mesh is not None and self.config.num_heads % mesh.shape["tensor"]:
@@ -89,7 +91,8 @@ class Model:
         A token attends to the tokens of its own segment at its position or before; segment 0 is padding.
 
         Returns:
-            [B, T, D] in the compute dtype after the final norm, and {"router_loss": float32 scalar, 0 without experts}.
+            [B, T, D] in the compute dtype after the final norm, and {"router_loss": float32 scalar, 0 without
+            experts}.
         """
         decoder = self._decoder(params)
         context = decoder.context(
@@ -117,11 +120,15 @@ class Model:
         shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
         dtype = dtype or self.compute_dtype
         return {
-            str(i): {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)} for i in range(self.config.num_layers)
+            str(i): {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+            for i in range(self.config.num_layers)
         }
 
-    def cache_specs(self, mesh: Mesh | None = None, batch: int | None = None) -> dict[str, dict[str, PartitionSpec]]:
-        """Rows over the batch axes (when they divide ``batch``), kv heads over tensor when it divides them."""
+    def cache_specs(
+        self, mesh: Mesh | None = None, batch: int | None = None
+    ) -> dict[str, dict[str, PartitionSpec]]:
+        """Rows over the batch axes (when they divide ``batch``), kv heads over tensor when it divides
+        them."""
         mesh = mesh or self.mesh
         spec = PartitionSpec()
         if mesh is not None:
@@ -136,15 +143,18 @@ class Model:
         """Prefill (T = chunk) or decode (T = 1) with a kv cache.
 
         Args:
-            tokens, positions: int [B, T]. Keys and values of token (b, t) go to cache index positions[b, t], and it attends to
-                indexes up to its own. A negative position is padding: not written, its output is meaningless.
+            tokens, positions: int [B, T]. Keys and values of token (b, t) go to cache index positions[b, t],
+                and it attends to indexes up to its own. A negative position is padding: not written, its
+                output is meaningless.
             cache: from ``init_cache``; donate it.
 
         Returns:
             hidden states [B, T, D] after the final norm, and the extended cache.
         """
         decoder = self._decoder(rollout_params)
-        context = decoder.context(positions, None, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh)
+        context = decoder.context(
+            positions, None, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh
+        )
         return decoder.extend(tokens, context, cache)
 
     def _decoder(self, params: Params) -> Decoder:

@@ -1,8 +1,8 @@
 """Mixture of experts without capacity limits: every token reaches all its experts, whatever the load.
 
-Tokens are sorted by expert and multiplied group by group (``jax.lax.ragged_dot``). On a mesh each device does this for
-its own tokens with its slice of every expert's width, and the slices are summed over the tensor axis: the result is that of
-one device, and no token crosses the batch axes.
+Tokens are sorted by expert and multiplied group by group (``jax.lax.ragged_dot``). On a mesh each device does
+this for its own tokens with its slice of every expert's width, and the slices are summed over the tensor
+axis: the result is that of one device, and no token crosses the batch axes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxrl.sharding import BATCH_AXES, batch_shards
 
 
 class Moe(nnx.Module):
-    """Softmax router over E experts, each a gated MLP; the chosen ones are added up with their probabilities."""
+    """Softmax router over E experts, each a gated MLP; the chosen ones are added up with their
+    probabilities."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
         assert config.moe is not None
@@ -29,10 +30,12 @@ class Moe(nnx.Module):
         self.down = param(rngs, (e, f, d), (None, "mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """[B, T, D] -> [B, T, D] and the router's statistics over real tokens: how often each expert was chosen, and the sum
-        of its probabilities, both [E] float32."""
+        """[B, T, D] -> [B, T, D] and the router's statistics over real tokens: how often each expert was
+        chosen, and the sum of its probabilities, both [E] float32."""
         probs = jax.nn.softmax(
-            jnp.einsum("btd,de->bte", x, self.router[...].astype(context.dtype), preferred_element_type=jnp.float32)
+            jnp.einsum(
+                "btd,de->bte", x, self.router[...].astype(context.dtype), preferred_element_type=jnp.float32
+            )
         )
         weights, chosen = jax.lax.top_k(probs, self.moe.experts_per_token)
         if self.moe.normalize:
@@ -79,7 +82,8 @@ def sorted_experts(x, weights, chosen, gate_up, down, activation: str) -> jax.Ar
 
 
 def router_loss(counts: jax.Array, probs: jax.Array, num_tokens: jax.Array, num_layers: int) -> jax.Array:
-    """Load-balancing loss E sum_e f_e P_e (Fedus et al., arXiv:2101.03961, eq. 4), pooled over real tokens and layers.
+    """Load-balancing loss E sum_e f_e P_e (Fedus et al., arXiv:2101.03961, eq. 4), pooled over real tokens
+    and layers.
 
     Args:
         counts, probs: [E] sums over layers of what ``Moe`` returns.

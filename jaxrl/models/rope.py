@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the half-rotation form of Hugging Face checkpoints."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864) in the half-rotation form of Hugging Face
+checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from jaxrl.models.config import RopeConfig
 def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     """[H / 2] float32 radians per position.
 
-    ``linear`` divides all by ``factor``. ``llama3`` divides those whose wavelength exceeds original length / low_freq_factor,
-    keeps those below original length / high_freq_factor, and blends in between (Llama 3.1 model card).
+    ``linear`` divides all by ``factor``. ``llama3`` divides those whose wavelength exceeds original length /
+    low_freq_factor, keeps those below original length / high_freq_factor, and blends in between (Llama 3.1
+    model card).
     """
     freqs = config.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if config.scaling == "linear":

@@ -1,0 +1,143 @@
+"""The safetensors files of a Hugging Face folder: found and checked before reading, written one tensor at a
+time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.config import ConfigError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class TensorFiles:
+    """Read access to all tensors of a folder by name; nothing is read until asked for.
+
+    Raises:
+        ConfigError: no weights, a shard that the index names but is not there, a file that is not
+            safetensors, a tensor that is not in the shard the index names.
+    """
+
+    def __init__(self, folder: Path):
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        self.file_of, listed = _weight_map(folder)
+        self._open: dict[str, Any] = {}
+        present: dict[str, str] = {}
+        for file in sorted(set(self.file_of.values()) | set(listed)):
+            try:
+                self._open[file] = safe_open(folder / file, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{folder / file}: cannot be read as safetensors: {error}") from None
+            present |= dict.fromkeys(self._open[file].keys(), file)
+        for name, file in self.file_of.items():
+            if present.get(name) != file:
+                raise ConfigError(
+                    f"{folder / INDEX_FILE}: tensor {name!r} is not in {file}, which the index names"
+                )
+        self.file_of = present
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A copy of a part of a tensor."""
+        return self._slice(name)[index]
+
+    def _slice(self, name: str):
+        return self._open[self.file_of[name]].get_slice(name)
+
+
+def _weight_map(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Name -> file as the index says, and the files to look into when there is no index."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        if not (folder / SINGLE_FILE).is_file():
+            raise ConfigError(
+                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; safetensors weights are needed"
+            )
+        return {}, [SINGLE_FILE]
+    try:
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index}: is no safetensors index ({error!r}); it needs a weight_map") from None
+    for file in sorted(set(weight_map.values())):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ConfigError(f"{index}: shard {file!r} is no plain file name")
+        if not (folder / file).is_file():
+            names = sum(f == file for f in weight_map.values())
+            raise ConfigError(
+                f"{folder}: shard {file!r} with {names} tensors is missing; {INDEX_FILE} names it"
+            )
+    return weight_map, []
+
+
+def plan_shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
+    """Tensor names in order, cut into files of at most ``max_bytes`` (a larger tensor gets a file of its
+    own)."""
+    shards: list[list[str]] = [[]]
+    room = max_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def write_tensors(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, str],
+    arrays: Iterable[np.ndarray],
+    max_bytes: int,
+) -> None:
+    """Writes ``arrays``, which come in the order of ``shapes``, into one file or into shards with an index.
+
+    The header of a safetensors file (size, JSON, data) only needs shapes, so that one array at a time is in
+    memory.
+    """
+    sizes = {n: int(np.prod(s, dtype=np.int64)) * jnp.dtype(dtypes[n]).itemsize for n, s in shapes.items()}
+    shards = plan_shards(sizes, max_bytes)
+    count = len(shards)
+    files = (
+        [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    )
+    remaining = iter(arrays)
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {n: (dtypes[n], shapes[n], sizes[n]) for n in names}, remaining)
+    if count > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(
+    path: Path, entries: dict[str, tuple[str, tuple[int, ...], int]], arrays: Iterator[np.ndarray]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape, size) in entries.items():
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, shape, _) in entries.items():
+            array = next(arrays)
+            assert array.shape == shape and array.dtype == jnp.dtype(dtype), (name, array.shape, array.dtype)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,334 @@
+"""Import from and export to Hugging Face folders, one tensor at a time.
+
+Import reads each device's part of a tensor and writes it into its (sharded, stacked) place on device, so that
+the host holds one tensor at most. Export takes the same way back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.config import ConfigError
+from jaxrl.models.checkpoint_files import TensorFiles, write_tensors
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.model import Model, Params
+from jaxrl.models.tensors import Tensor, tensors
+
+log = logging.getLogger("jaxrl")
+
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+"""Files beside the weights that an export takes over from its source."""
+MAX_SHARD_BYTES = 5 * 10**9
+_TEXT_PREFIXES = ("language_model.", "model.language_model.")
+_OTHER_MODALITIES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
+def resolve(path: str, key: str = "model.path") -> Path:
+    """The local folder that ``path`` names: itself, or the snapshot of a hub repository (downloaded, or
+    cached).
+
+    Raises:
+        ConfigError: neither; ``key`` is the setting it came from.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ConfigError(
+            f"there is no folder {path!r}; needed is a Hugging Face folder or a hub name owner/name", key
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:
+        raise ConfigError(
+            f"{path!r} is no folder here, and as a hub name it cannot be had: {type(error).__name__}: {error}",
+            key,
+        ) from None
+
+
+def load_json(file: Path) -> dict[str, Any]:
+    """A JSON object. ConfigError when the file is missing or is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except OSError:
+        raise ConfigError(f"{file}: missing; a Hugging Face folder has one") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: is no JSON object")
+    return value
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The ModelConfig of a folder (or hub name)."""
+    file = resolve(str(path)) / "config.json"
+    return ModelConfig.from_hf(load_json(file), where=str(file))
+
+
+def load_params(
+    path: str | Path, model: Model, mesh: Mesh | None = None, param_dtype: str = "float32"
+) -> Params:
+    """Parameters of a folder (or hub name) in the train layout, sharded over ``mesh`` (default:
+    ``model.mesh``).
+
+    Raises:
+        ConfigError: a shard or tensor is missing, unexpected or of another shape, or the files contradict
+            ``tie_word_embeddings``; nothing has been read then.
+    """
+    files = TensorFiles(resolve(str(path)))
+    wanted = list(tensors(model.config))
+    names = match_names(files, wanted, model.config)
+    return read_params(files, names, wanted, model, mesh, param_dtype)
+
+
+def match_names(
+    files: TensorFiles, wanted: list[Tensor], config: ModelConfig, extra: frozenset[str] = frozenset()
+) -> dict[str, str]:
+    """Tensor name -> name in the files, after checking that both sides are complete. ``extra``: names to
+    leave alone."""
+    found = {}
+    for name in files.file_of:
+        if name.startswith(_OTHER_MODALITIES) or name.endswith("rotary_emb.inv_freq") or name in extra:
+            continue
+        plain = name
+        for prefix in _TEXT_PREFIXES:
+            if name.startswith(prefix):
+                rest = name.removeprefix(prefix)
+                plain = rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        found[plain] = name
+    needed = {t.name: t for t in wanted}
+    problems = []
+    for name, t in needed.items():
+        if name not in found:
+            hint = (
+                "; tie_word_embeddings is false in config.json, true would do without it"
+                if name == "lm_head.weight"
+                else ""
+            )
+            problems.append(f"tensor {name!r} of shape {list(t.shape)} is missing{hint}")
+        elif files.shape(found[name]) != t.shape:
+            problems.append(
+                f"tensor {name!r} in {files.file_of[found[name]]} has shape {list(files.shape(found[name]))}; "
+                f"config.json needs {list(t.shape)}"
+            )
+    for plain, name in found.items():
+        if plain not in needed:
+            hint = (
+                "; tie_word_embeddings is true in config.json, so there must be no head of its own"
+                if plain == "lm_head.weight"
+                else f"; the {config.family} model of config.json has none of this name"
+            )
+            problems.append(f"tensor {name!r} in {files.file_of[name]} is unexpected{hint}")
+    if problems:
+        more = f" (and {len(problems) - 5} more problems)" if len(problems) > 5 else ""
+        raise ConfigError(f"{files.folder}: {'; '.join(problems[:5])}{more}")
+    return {t.name: found[t.name] for t in wanted}
+
+
+def read_params(
+    files: TensorFiles,
+    names: dict[str, str],
+    wanted: list[Tensor],
+    model: Model,
+    mesh: Mesh | None,
+    param_dtype: str,
+) -> Params:
+    """Reads ``wanted`` tensors into parameters, one at a time."""
+    mesh = mesh or model.mesh
+    shapes = model.shapes(param_dtype)
+    specs = model.specs(mesh)
+    params: Params = {}
+    done, told = 0, time.monotonic()
+    for t in sorted(wanted, key=lambda t: (files.file_of[names[t.name]], t.name)):
+        shape, spec = _at(shapes, t.path), _at(specs, t.path)
+        value = _read_sharded(files, names[t.name], t, shape.shape, spec, mesh)
+        sharding = NamedSharding(mesh, spec) if mesh else None
+        leaf = _at(params, t.path)
+        if leaf is None:
+            leaf = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=sharding)()
+        starts = [i or 0 for i in t.index] + [0] * (len(shape.shape) - len(t.index))
+        leaf = _write(leaf, value, np.asarray(starts, np.int32), t.index, t.matrix)
+        _put(params, t.path, jax.block_until_ready(leaf))  # at most one tensor on its way
+        done += 1
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            log.info("loading %s: %d of %d tensors", files.folder, done, len(wanted))
+    return params
+
+
+def _read_sharded(files, name, t: Tensor, shape, spec, mesh) -> jax.Array:
+    """The tensor in the files' layout, each device holding the part that goes into its part of our array."""
+
+    def read(index):
+        return files.read(name, index)
+
+    if mesh is None:
+        return jnp.asarray(read((slice(None),) * len(t.shape)))
+    # Axes of our slice in the order of the array; of those that make up one axis there, only the first may be
+    # sharded.
+    entries = [
+        s
+        for i, s in enumerate([*spec, *[None] * (len(shape) - len(spec))])
+        if i >= len(t.index) or t.index[i] is None
+    ]
+    sizes = [n for i, n in enumerate(shape) if i >= len(t.index) or t.index[i] is None]
+    if t.matrix:
+        ours = PartitionSpec(entries[_first_out_axis(sizes, t.shape[1])], entries[0])
+    else:
+        ours = PartitionSpec(*entries[: len(t.shape)])
+    return jax.make_array_from_callback(t.shape, NamedSharding(mesh, ours), read)
+
+
+def _first_out_axis(sizes: list[int], width_in: int) -> int:
+    """The axis of our slice [in..., out...] at which the axes of the input, of product ``width_in``, end."""
+    axis, product = 0, 1
+    while product < width_in:
+        product *= sizes[axis]
+        axis += 1
+    return axis
+
+
+@partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
+def _write(leaf: jax.Array, value: jax.Array, starts: jax.Array, index: tuple[int | None, ...], matrix: bool):
+    """``leaf`` with ``value`` at ``starts``, in place."""
+    index = tuple(0 if i is not None else None for i in index)
+    sizes = _slice_shape(leaf.shape, index)
+    value = (value.T if matrix else value).reshape(sizes).astype(leaf.dtype)
+    return jax.lax.dynamic_update_slice(leaf, value, list(starts))
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _extract(leaf: jax.Array, starts: jax.Array, index, shape: tuple[int, ...], matrix: bool, dtype: str):
+    """The inverse of ``_write``."""
+    value = jax.lax.dynamic_slice(leaf, list(starts), _slice_shape(leaf.shape, index)).astype(dtype)
+    return value.reshape(shape[::-1]).T if matrix else value.reshape(shape)
+
+
+def _slice_shape(shape: tuple[int, ...], index: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Shape of the slice with 1 for each axis at a fixed place."""
+    return tuple(1 if i < len(index) and index[i] is not None else n for i, n in enumerate(shape))
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        if tree is None:
+            return None
+        tree = tree.get(key)
+    return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def named_arrays(
+    params: Params, config: ModelConfig, dtype: str | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of each checkpoint tensor, one at a time on the host. Works for gradients as well."""
+    for t in tensors(config):
+        yield t.name, to_host(params, t, dtype)
+
+
+def to_host(params: Params, t: Tensor, dtype: str | None = None) -> np.ndarray:
+    """One checkpoint tensor as a numpy array, gathered from all processes."""
+    leaf = _at(params, t.path)
+    starts = np.asarray([i or 0 for i in t.index] + [0] * (leaf.ndim - len(t.index)), np.int32)
+    masked = tuple(None if i is None else 0 for i in t.index)
+    value = _extract(leaf, starts, masked, t.shape, t.matrix, dtype or str(leaf.dtype))
+    if not value.is_fully_addressable:
+        value = jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(value)
+    return np.asarray(value)
+
+
+def save_folder(
+    params: Params,
+    model: Model,
+    out: str | Path,
+    tokenizer_from: Any = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a complete Hugging Face folder.
+
+    Args:
+        params: train layout.
+        out: folder to make; it appears under this name when it is complete, and not at all when something
+            fails.
+        tokenizer_from: the folder the model came from (its tokenizer, chat template, generation config and
+            config.json are taken over), or a tokenizer with ``save_pretrained``, or None.
+        dtype: of the tensors in the files; default: that of the parameters.
+        max_shard_bytes: larger models are cut into files of this size with an index.
+
+    Raises:
+        ConfigError: ``out`` is there already and not empty.
+    """
+    out = Path(out).expanduser().absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; an export makes a new folder")
+    wanted = list(tensors(model.config))
+    arrays = (to_host(params, t, dtype) for t in wanted)
+    if jax.process_index() != 0:  # takes part in gathering, writes nothing
+        for _ in arrays:
+            pass
+        return
+    temporary = out.with_name(f".{out.name}.incomplete-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        shapes = {t.name: t.shape for t in wanted}
+        dtypes = {t.name: dtype or str(_at(params, t.path).dtype) for t in wanted}
+        write_tensors(temporary, shapes, dtypes, arrays, max_shard_bytes)
+        config = _config_json(model.config, tokenizer_from, dtypes["model.embed_tokens.weight"])
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _side_files(temporary, tokenizer_from)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _config_json(config: ModelConfig, source: Any, dtype: str) -> dict[str, Any]:
+    """The source's own config.json with the new dtype when it describes this model, else one made from
+    ``config``."""
+    file = Path(source) / "config.json" if isinstance(source, (str, Path)) else None
+    if file is not None and file.is_file():
+        given = load_json(file)
+        if given.get("model_type") != "gemma3" and ModelConfig.from_hf(given, str(file)) == config:
+            key = "torch_dtype" if "torch_dtype" in given else "dtype"
+            return {**given, key: dtype}
+    return config.to_hf(dtype)
+
+
+def _side_files(folder: Path, source: Any) -> None:
+    if isinstance(source, (str, Path)):
+        for name in SIDE_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+    elif source is not None:
+        source.save_pretrained(folder)
