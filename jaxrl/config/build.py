@@ -152,7 +152,9 @@ class _Builder:
         for name, value in given.items():
             origin = self.origin(join(key, name))
             as_default = origin is not None and origin.resolved and _same(value, defaults[name])
-            if not (dataclasses.is_dataclass(value) or as_default):
+            if as_default:
+                self.explicit -= {inner for inner in self.explicit if inner.startswith(join(key, name) + ".")}
+            elif not dataclasses.is_dataclass(value):
                 self.explicit.add(join(key, name))
         if len(self.problems) > before[0] or self.incomplete or len(values) < len(keys):
             return _INVALID

@@ -137,7 +137,7 @@ def _syntax_problem(error: Exception, text: str, name: str, is_file: bool) -> tu
     message = message.splitlines()[0].rstrip(".")
     if "malformed node" in message or "Failed to parse token" in message:
         message = "no value gin knows; strings need quotes, macros a %"
-    elif isinstance(error, tokenize.TokenError) or "EOF" in message:
+    elif any(word in message for word in ("EOF", "unterminated", "never closed")):
         message = "a bracket or a string is not closed"
     return f"{name}:{line}" if is_file else name, f"{message}: {show(shown)}" if shown else message
 
@@ -150,7 +150,9 @@ def _place_of(binding: _Binding, cls: type, problems: Problems) -> tuple[tuple[s
     scope = tuple(filter(None, binding.scope.split("/")))
     if scope:
         size = len(scope)
-        scoped = [(path, section) for path, section in found if scope in (path[:size], path[-size:])]
+        starts = [(path, section) for path, section in found if path[:size] == scope]
+        ends = [(path, section) for path, section in found if path[-size:] == scope]
+        scoped = [(path, section) for path, section in found if path == scope] or starts or ends
     else:
         scoped = found
     if len(scoped) == 1:

@@ -173,7 +173,8 @@ def read_yaml(text: str, name: str, problems: Problems) -> Layer:
             node = loader.get_single_node()
         finally:
             loader.dispose()
-        values = {} if node is None else reader.value(node, "")
+        values = None if node is None else reader.value(node, "")
+        values = {} if values is None else values
     except yaml.MarkedYAMLError as error:
         problems.append(_syntax_problem(error, name, text))
     except yaml.YAMLError as error:  # a character that YAML does not allow
@@ -192,10 +193,11 @@ def read_yaml(text: str, name: str, problems: Problems) -> Layer:
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, name: str, text: str) -> tuple[str, str]:
-    mark = error.problem_mark or error.context_mark
-    line = mark.line if mark else 0
-    message = error.problem or error.context or "not valid YAML"
     lines = text.splitlines()
+    marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark]
+    # Of something that the end of the file cuts, where it begins says more.
+    line = next((line for line in marks if line < len(lines)), 0)
+    message = error.problem or error.context or "not valid YAML"
     shown = lines[line] if line < len(lines) else ""
     if "\t" in shown[: len(shown) - len(shown.lstrip())] or "'\\t'" in message:
         message = "a tab; YAML indents with spaces"
@@ -203,7 +205,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, name: str, text: str) -> tuple[
         message = "a second ': ' in one line, or wrong indentation; a string with ': ' needs quotes"
     elif "expected a single document" in message or "single document" in (error.context or ""):
         message = "a second document (---); a config is one document"
-    return f"{name}:{line + 1}", message + (f": {show(shown.strip())}" if shown.strip() else "")
+    return f"{name}:{line + 1}", message + (f": {show(shown.strip())}" if name and shown.strip() else "")
 
 
 def _read_json(text: str, name: str, problems: Problems) -> Layer:
