@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import logging
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ WATCHED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("reward", ("reward/mean",), "{:6.3f}".format),
     ("pass@1", ("rollout/pass_at_1",), "{:6.1%}".format),
     ("length", ("rollout/length_mean",), "{:5.0f}".format),
-    ("loss", ("loss/sft", "loss/policy"), "{:7.4f}".format),
+    ("loss", ("loss/policy",), "{:7.4f}".format),
     (
         "tok/s",
         ("throughput/rollout_tokens_per_second", "throughput/update_tokens_per_second"),
@@ -35,7 +36,7 @@ WATCHED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("s/step", ("time/step_seconds",), "{:5.1f}".format),
     ("held-out", ("eval/pass_at_1",), "{:.1%}".format),
 )
-"""Label, the metrics it shows (the first one there is), format. The loss is shown where there is no reward."""
+"""Label, metrics (the first one there is is shown), format. The loss is shown where there is no reward."""
 
 
 class Progress:
@@ -43,7 +44,7 @@ class Progress:
 
     Args:
         total_steps: the last step's number.
-        mode: as ``metrics.progress``: "rich" a live line, "plain" one line a step, "none", or "auto": rich on a
+        mode: as ``metrics.progress``: "rich" a live line, "plain" one line a step, "none", "auto": rich on a
             terminal, else plain.
         start_step: steps done before (a resumed run).
         enabled: False on all processes but the first.
@@ -71,6 +72,7 @@ class Progress:
         self._of: int | None = None
         self._tokens: int | None = None
         self._live: Any = None
+        self._handlers: list[tuple[logging.StreamHandler, Any]] = []
         if self._mode == "rich":
             from rich.console import Console
             from rich.live import Live
@@ -81,7 +83,12 @@ class Progress:
             self._live = Live(
                 get_renderable=self._render, console=console, refresh_per_second=4, transient=True
             )
+            old = {sys.stdout, sys.stderr}
             self._live.start()
+            # Log lines have to go through the console too, or they would tear the live line.
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream in old:
+                    self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done: shows what people watch of its ``metrics``."""
@@ -129,6 +136,8 @@ class Progress:
     def close(self) -> None:
         """Takes the live line away; more than once is fine."""
         if self._live:
+            for handler, stream in self._handlers:
+                handler.setStream(stream)
             self._live.stop()
             self._live = None
 

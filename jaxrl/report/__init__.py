@@ -1,7 +1,7 @@
 """One self-contained HTML page of a run, or of several: ``python -m jaxrl.report RUN_DIR [RUN_DIR ...]``.
 
-``run.py`` reads the folder of a run, ``plots.py`` says which plots there are, ``drawing.py`` draws them and ``page.py``
-writes the page.
+``run.py`` reads the folder of a run, ``plots.py`` says which plots there are, ``drawing.py`` draws them and
+``page.py`` writes the page.
 """
 
 from __future__ import annotations
@@ -53,6 +53,20 @@ def write_report(
         Path(png).parent.mkdir(parents=True, exist_ok=True)
         Path(png).write_bytes(drawing.picture(curves))
     return path
+
+
+def summary(run_dir: str | os.PathLike) -> str:
+    """What people ask about a run first, a fact a line: ``Held-out pass@1  14.4% → 82.6%  (+68.3 points)``.
+
+    Raises:
+        ConfigError: the run cannot be read.
+    """
+    from jaxrl.report.page import facts
+    from jaxrl.report.run import Run
+
+    found = facts(Run(run_dir))
+    width = max(len(label) for label, _, _ in found)
+    return "\n".join(f"{label:<{width}}  {value}  ({small})" for label, value, small in found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

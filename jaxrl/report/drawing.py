@@ -1,8 +1,8 @@
 """How plots are drawn, with matplotlib.
 
-Colours tell the lines of one run apart; with several runs colours tell the runs apart, and dashes the lines. They
-are chosen to stay apart under the common forms of colour blindness. In a page they are CSS variables, so that the
-reader's light or dark theme sets them; a picture has those of the light theme.
+Colours tell the lines of one run apart; with several runs colours tell the runs apart, and dashes the lines.
+They are chosen to stay apart under the common forms of colour blindness. In a page they are CSS variables,
+so that the reader's light or dark theme sets them; a picture has those of the light theme.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Palette:
 LIGHT = Palette(
     "#57606a",
     "#e4e8ec",
-    ("#0969da", "#d9660a", "#12876a", "#9a4fc4", "#b8890b", "#c8386f", "#2aa5c9", "#7d8590", "#5b6b2f"),
+    ("#0969da", "#d9660a", "#12876a", "#9a4fc4", "#b8890b", "#c8386f", "#2aa5c9", "#5b6b2f", "#8c959f"),
 )
 DARK = Palette(
     "#9aa4af",
     "#2b323a",
-    ("#58a6ff", "#f0883e", "#3fc89b", "#c58cf0", "#e0b93c", "#f47fa8", "#63c8e6", "#8b949e", "#a8bf6a"),
+    ("#58a6ff", "#f0883e", "#3fc89b", "#c58cf0", "#e0b93c", "#f47fa8", "#63c8e6", "#a8bf6a", "#768390"),
 )
 # matplotlib wants real colours: these stand for the CSS variables and are replaced in the SVG.
 _STAND_IN = Palette("#010203", "#010204", tuple(f"#0102{i:02x}" for i in range(16, 16 + len(LIGHT.lines))))
@@ -106,11 +106,12 @@ def draw(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -> None:
         runs = [run.scaled(1 / size) for run in runs]
     if len(runs) > 1 and plot.kind == "phases":
         _draw_bars(ax, plot, runs, palette)
-        unit += ", median"
     else:
         drawers = {"lines": _draw_lines, "events": _draw_events, "stack": _draw_stack, "phases": _draw_lines}
         drawers[plot.kind](ax, plot, runs, palette)
         ax.set_xlabel("step", color=palette.ink, fontsize=8, loc="right", labelpad=1)
+    if len(runs) > 1 and plot.kind in ("stack", "phases"):
+        unit += ", median"
     _format_values(ax, plot)
     ax.text(0, 1.04, unit, transform=ax.transAxes, color=palette.ink, fontsize=8, va="bottom")
     for step in runs[0].resumed if len(runs) == 1 else ():
@@ -130,9 +131,8 @@ def _format_values(ax: Any, plot: Plot) -> None:
         integer = plot.kind == "events"
         ax.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=integer, steps=[1, 2, 2.5, 5, 10]))
         if plot.floor:
-            ax.set_ylim(
-                bottom=min(0, low) if low < 0 else 0, top=max(high, 0.02 if plot.form == "percent" else 0)
-            )
+            lowest = float(ax.dataLim.y0)  # without the margin
+            ax.set_ylim(min(lowest, 0.0), max(high, 0.02 if plot.form == "percent" else 0.0))
     formats = {
         "percent": ticker.FuncFormatter(lambda value, _: f"{100 * value:.3g}%"),
         "count": ticker.EngFormatter(sep=""),
@@ -141,32 +141,33 @@ def _format_values(ax: Any, plot: Plot) -> None:
     ax.yaxis.set_major_formatter(formats.get(plot.form, plain))
 
 
-def _legend(ax: Any, handles: list[Any], palette: Palette, **place: Any) -> None:
-    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.0), "ncols": 5}
+def _legend(ax: Any, handles: list[Any], palette: Palette, **style: Any) -> None:
     ax.legend(
         handles=handles,
         frameon=False,
         fontsize=8,
         labelcolor=palette.ink,
-        handlelength=1.3,
-        columnspacing=1.0,
         handletextpad=0.4,
         borderaxespad=0.1,
-        **(place or above),
+        loc="lower right",
+        bbox_to_anchor=(1.01, 1.0),
+        ncols=6,
+        **({"handlelength": 1.3, "columnspacing": 1.0} | style),
     )
 
 
 def _draw_lines(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -> None:
     from matplotlib.lines import Line2D
 
-    lines = plot.find(runs)
+    lines = _phases(plot, runs) if plot.kind == "phases" else plot.find(runs)
     dashes: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5))]
     handles = []
     if plot.scale == "log" and any((run.get(name)[1] > 0).any() for run in runs for name, _ in lines):
         ax.set_yscale("log")
     for i, (name, label) in enumerate(lines):
-        dash = dashes[i % len(dashes)] if len(runs) > 1 else "-"
-        colour = palette.ink if len(runs) > 1 else palette.colour(i)
+        dash: Any = dashes[i % len(dashes)] if len(runs) > 1 else "-"
+        own = palette.phase(label) if plot.kind == "phases" else palette.colour(i)
+        colour = palette.ink if len(runs) > 1 else own
         handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=1.8, label=label))
         for r, run in enumerate(runs):
             steps, values = run.get(name)
@@ -174,19 +175,25 @@ def _draw_lines(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -
                 steps, values = steps[values > 0], values[values > 0]
             if not steps.size:
                 continue
-            colour = palette.colour(r if len(runs) > 1 else i)
-            _draw_line(ax, steps, values, colour, dash)
+            colour = palette.colour(r) if len(runs) > 1 else own
+            _draw_line(ax, steps, values, colour, dash, exact=plot.exact)
             if plot.spread in run.values and i == 0:
                 spread = run.values[plot.spread][np.isin(run.steps, steps)]
+                alpha = 0.13 if len(runs) == 1 else 0.05
                 middle = smooth(values) if len(steps) >= 30 else values
                 band = np.nan_to_num(smooth(spread) if len(steps) >= 30 else spread)
-                ax.fill_between(steps, middle - band, middle + band, color=colour, alpha=0.13, linewidth=0)
+                ax.fill_between(steps, middle - band, middle + band, color=colour, alpha=alpha, linewidth=0)
     if len(lines) > 1:
         _legend(ax, handles, palette)
 
 
-def _draw_line(ax: Any, steps: np.ndarray, values: np.ndarray, colour: str, dash: Any) -> None:
+def _draw_line(
+    ax: Any, steps: np.ndarray, values: np.ndarray, colour: str, dash: Any, *, exact: bool
+) -> None:
     """Many points: the values faint, their moving average on top. Few: a line with dots."""
+    if exact:
+        ax.plot(thin(steps), thin(values), color=colour, linestyle=dash, linewidth=1.9)
+        return
     if len(steps) < 30:
         ax.plot(steps, values, color=colour, linestyle=dash, linewidth=1.8, marker="o", markersize=3.2)
         return
@@ -212,16 +219,17 @@ def _phases(plot: Plot, runs: Sequence[Curves]) -> list[tuple[str, str]]:
     return sorted(plot.find(runs), key=lambda line: (order.get(line[1], len(order)), line[1]))
 
 
-def _layers(run: Curves, phases: Sequence[tuple[str, str]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(steps [n], phase -> seconds [n]); phases of less than 1% and what no phase covers are "other"."""
+def layers(plot: Plot, run: Curves, most: int = 5) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(steps [n], phase -> seconds [n]) of the ``most`` longest phases; "other" is the rest of the step."""
+    phases = [line for line in _phases(plot, [run])]
     measured = np.any([np.isfinite(run.values[name]) for name, _ in phases], axis=0)
-    layers = {label: np.nan_to_num(run.values[name][measured]) for name, label in phases}
-    covered = np.sum(list(layers.values()), axis=0)
+    found = {label: np.nan_to_num(run.values[name][measured]) for name, label in phases}
+    longest = sorted(found, key=lambda label: -found[label].sum())[:most]
+    shown = {label: seconds for label, seconds in found.items() if label in longest}
+    every = np.sum(list(found.values()), axis=0)
     step = np.nan_to_num(run.values.get("time/step_seconds", np.zeros(len(measured)))[measured])
-    other = np.maximum(step - covered, 0)
-    for label in [label for label, seconds in layers.items() if seconds.sum() < 0.01 * covered.sum()]:
-        other += layers.pop(label)
-    return run.steps[measured], {**layers, "other": other}
+    rest = np.maximum(step, every) - np.sum(list(shown.values()), axis=0)
+    return run.steps[measured], {**shown, "other": np.maximum(rest, 0)}
 
 
 def _draw_stack(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -> None:
@@ -233,35 +241,37 @@ def _draw_stack(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -
 
     labels: list[str] = []
     for place, run in enumerate(runs):
-        steps, layers = _layers(run, [line for line in _phases(plot, runs) if line[0] in run.values])
-        labels += [label for label in layers if label not in labels]
+        if not plot.find([run]):
+            continue
+        steps, stack = layers(plot, run)
+        labels += [label for label in stack if label not in labels]
         if len(runs) > 1:
             bottom = 0.0
-            for label, seconds in layers.items():
-                height = float(np.median(seconds))
-                ax.bar(place, height, 0.6, bottom, color=palette.phase(label), alpha=0.85)
-                bottom += height
-            continue
-        edges = np.append(thin(steps, 200) - 0.5, steps[-1] + 0.5)
-        stack = np.cumsum([np.append(t := thin(seconds, 200), t[-1]) for seconds in layers.values()], axis=0)
-        for low, high, label in zip([0 * edges, *stack], stack, layers, strict=False):
-            ax.fill_between(
-                edges, low, high, step="post", color=palette.phase(label), alpha=0.85, linewidth=0
-            )
-        usual = 1.3 * float(np.percentile(stack[-1], 95))
-        ax.set_ylim(0, float(stack[-1].max()) * 1.02)
-        if 0 < usual < stack[-1].max() / 1.6:
-            ax.set_ylim(0, usual)
-            total = np.sum(list(layers.values()), axis=0)
-            cut = f"cut: step {steps[total.argmax()]}, {total.max():.0f} s"
-            ax.text(
-                1, 1.04, cut, transform=ax.transAxes, color=palette.ink, fontsize=8, ha="right", va="bottom"
-            )
-    handles = [Patch(color=palette.phase(label), alpha=0.85, label=label) for label in reversed(labels)]
-    _legend(ax, handles, palette, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            for label, seconds in stack.items():
+                ax.bar(place, np.median(seconds), 0.6, bottom, color=palette.phase(label), alpha=0.85)
+                bottom += float(np.median(seconds))
+        else:
+            _draw_areas(ax, steps, stack, palette)
+    labels.sort(key=[*PHASES, "other"].index)
+    handles = [Patch(color=palette.phase(label), alpha=0.85, label=label) for label in labels]
+    _legend(ax, handles, palette, handlelength=0.9, columnspacing=0.8)
     if len(runs) > 1:
         ax.set_xticks(range(len(runs)), [run.name[:14] for run in runs])
         ax.set_xlim(-0.7, len(runs) - 0.3)
+
+
+def _draw_areas(ax: Any, steps: np.ndarray, stack: dict[str, np.ndarray], palette: Palette) -> None:
+    edges = np.append(thin(steps, 200) - 0.5, steps[-1] + 0.5)
+    tops = np.cumsum([np.append(t := thin(seconds, 200), t[-1]) for seconds in stack.values()], axis=0)
+    for low, high, label in zip([0 * edges, *tops], tops, stack, strict=False):
+        ax.fill_between(edges, low, high, step="post", color=palette.phase(label), alpha=0.85, linewidth=0)
+    total = np.sum(list(stack.values()), axis=0)
+    usual = 1.35 * float(np.percentile(tops[-1], 95))
+    ax.set_ylim(0, float(tops[-1].max()) * 1.02)
+    if 0 < usual < tops[-1].max() / 1.6:
+        ax.set_ylim(0, usual)
+        cut = f"cut: step {steps[total.argmax()]}, {total.max():.0f} s"
+        ax.text(0.99, 0.96, cut, transform=ax.transAxes, color=palette.ink, fontsize=8, ha="right", va="top")
 
 
 def _draw_bars(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -> None:
@@ -284,8 +294,7 @@ def svg(plot: Plot, runs: Sequence[Curves]) -> str:
         figure = Figure(figsize=(4.8, 2.35))
         ax = figure.subplots()
         draw(ax, plot, runs, _STAND_IN)
-        right = 0.82 if plot.kind == "stack" else 0.985  # its legend stands beside it
-        figure.subplots_adjust(left=0.105, right=right, top=0.87, bottom=0.145)
+        figure.subplots_adjust(left=0.105, right=0.985, top=0.87, bottom=0.145)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     source = buffer.getvalue()

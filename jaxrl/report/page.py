@@ -1,7 +1,7 @@
 """The HTML of a report.
 
-The page loads nothing from anywhere and runs no script. What comes from a run (prompts, completions, names, config) is
-untrusted text and is escaped.
+The page loads nothing from anywhere and runs no script. What comes from a run (prompts, completions, names,
+config) is untrusted text and is escaped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def _facts(run: Run) -> list[tuple[str, str, str]]:
+def facts(run: Run) -> list[tuple[str, str, str]]:
     """(label, value, small print) of what people ask about a run first."""
     facts = []
     for metric, label in (("eval/pass_at_1", "Held-out pass@1"), ("rollout/pass_at_1", "Training pass@1")):
@@ -80,7 +80,7 @@ def render(runs: Sequence[Run], curves: Sequence[Curves]) -> str:
     body = [
         f"<header><h1>{escape(title if not several else f'{len(runs)} runs')}</h1>{_subtitle(runs)}</header>"
     ]
-    body.append(_compare(runs) if several else _tiles(_facts(runs[0])))
+    body.append(_compare(runs) if several else _tiles(facts(runs[0])))
     body += _plot_sections(runs, curves)
     for run in runs:
         body.append(_samples(run, several))
@@ -121,7 +121,7 @@ def _tiles(facts: Iterable[tuple[str, str, str]]) -> str:
 
 def _compare(runs: Sequence[Run]) -> str:
     """A table of the facts of several runs, and of the settings in which they differ."""
-    by_run = [{label: (value, small) for label, value, small in _facts(run)} for run in runs]
+    by_run = [{label: (value, small) for label, value, small in facts(run)} for run in runs]
     labels = list(dict.fromkeys(label for facts in by_run for label in facts))
     head = "".join(f"<th>{_key(i, run.name)}</th>" for i, run in enumerate(runs))
 
@@ -188,21 +188,32 @@ def _other_plot(name: str) -> plots.Plot:
 
 
 def _figure(plot: plots.Plot, runs: Sequence[Run], curves: Sequence[Curves]) -> str:
-    change = ""
-    name = plot.find(curves)[0][0]
+    change, note = "", plot.note
+    (name, label), *more = plot.find(curves)
     if len(runs) == 1 and plot.kind == "events":
         change = f"<span>{runs[0].curves.get(name)[1].sum():,.0f} in all</span>"
     elif len(runs) == 1 and plot.kind == "lines" and (pair := runs[0].first_last(name)):
         first, last = (drawing.text(value, plot) for value in pair)
-        change = (
-            f"<span>{escape(first)} → {escape(last)}</span>"
-            if first != last
-            else f"<span>{escape(last)}</span>"
-        )
-    note = f"<p>{escape(plot.note)}</p>" if plot.note else ""
+        what = f"{label} " if more else ""
+        change = f"<span>{escape(what + (f'{first} → {last}' if first != last else last))}</span>"
+    elif len(runs) == 1 and plot.kind == "stack":
+        note = _shares(plot, curves[0])
+    note = f"<p>{escape(note)}</p>" if note else ""
     return (
         f'<figure id="plot-{escape(plot.key)}"><figcaption><h3>{escape(plot.title)}</h3>{change}</figcaption>'
         f"{drawing.svg(plot, curves)}{note}</figure>"
+    )
+
+
+def _shares(plot: plots.Plot, curves: Curves) -> str:
+    """The share of each phase in all the time."""
+    _, stack = drawing.layers(plot, curves, most=99)
+    total = sum(seconds.sum() for seconds in stack.values()) or 1.0
+    shares = sorted(((seconds.sum() / total, label) for label, seconds in stack.items()), reverse=True)
+    return (
+        "Share of the time: "
+        + ", ".join(f"{label} {share:.1%}" for share, label in shares if share > 0)
+        + "."
     )
 
 
@@ -214,7 +225,7 @@ def _samples(run: Run, named: bool) -> str:
     for i in chosen:
         step, path = files[i]
         if rows := read_rows(path):
-            opened = " open" if i == chosen[-1] else ""
+            opened = " open" if i == chosen[-1] and not named else ""
             parts.append(f"<details{opened}><summary>Step {step}</summary>{_sample_table(rows)}</details>")
     title = f"Samples of {escape(run.name)}" if named else "Samples"
     return f"<h2>{title}</h2>{''.join(parts)}" if parts else ""

@@ -24,6 +24,8 @@ class Plot:
     form: Literal["number", "percent", "bytes", "count"] = "number"
     floor: bool = False
     """The axis starts at 0."""
+    exact: bool = False
+    """No moving average."""
     spread: str = ""
     """Metric of the standard deviation drawn as a band around the first line."""
     note: str = ""
@@ -40,7 +42,7 @@ class Plot:
         return list(found.items())
 
 
-LEARNING, POLICY, OPTIMIZER, MACHINE = "Learning", "Policy", "Optimizer", "Time and memory"
+LEARNING, POLICY, MACHINE, CHECKS = "Learning", "Policy and optimizer", "Time and memory", "Checks"
 
 PLOTS: tuple[Plot, ...] = (
     Plot(
@@ -73,7 +75,7 @@ PLOTS: tuple[Plot, ...] = (
         key="terms",
         title="Reward by term",
         section=LEARNING,
-        lines=((r"reward/(?!mean$|std$|min$|max$)(.+)", "{0}"),),
+        lines=((r"reward/(?!mean$|std$|errors$|\w+_fraction$)(.+)", "{0}"),),
         note="Each reward function before its weight.",
     ),
     Plot(
@@ -97,7 +99,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         key="zero_spread",
         title="Groups without a signal",
-        section=LEARNING,
+        section=POLICY,
         form="percent",
         floor=True,
         lines=((r"algo/zero_spread_fraction", "equal rewards"),),
@@ -135,7 +137,7 @@ PLOTS: tuple[Plot, ...] = (
     Plot(
         key="sampler",
         title="Sampler against trainer",
-        section=POLICY,
+        section=CHECKS,
         unit="nats",
         scale="log",
         lines=((r"sampler/log_prob_diff_mean", "mean"), (r"sampler/log_prob_diff_max", "max")),
@@ -149,23 +151,24 @@ PLOTS: tuple[Plot, ...] = (
         lines=((r"algo/ratio_mean", "mean"), (r"algo/ratio_(?!mean$)(.+)", "{0}")),
         note="New over old probability of the sampled tokens; 1 is no change.",
     ),
-    Plot(key="loss", title="Loss", section=OPTIMIZER, lines=((r"loss/(.+)", "{0}"),)),
+    Plot(key="loss", title="Loss", section=POLICY, lines=((r"loss/(.+)", "{0}"),)),
     Plot(
         key="grad_norm",
         title="Gradient norm",
-        section=OPTIMIZER,
+        section=POLICY,
         lines=((r"optim/grad_norm", "before clipping"),),
     ),
     Plot(
         key="learning_rate",
         title="Learning rate",
-        section=OPTIMIZER,
+        section=POLICY,
+        exact=True,
         lines=((r"optim/learning_rate", "learning rate"),),
     ),
     Plot(
         key="skipped",
         title="Skipped updates",
-        section=OPTIMIZER,
+        section=CHECKS,
         form="count",
         kind="events",
         lines=((r"optim/skipped", "skipped"),),
@@ -175,11 +178,10 @@ PLOTS: tuple[Plot, ...] = (
         key="seconds",
         title="Seconds by phase",
         section=MACHINE,
-        unit="seconds per step",
+        unit="seconds",
         kind="stack",
         floor=True,
         lines=((r"time/(?!step_)(\w+)_seconds", "{0}"),),
-        note="Of several runs: the median step.",
     ),
     Plot(
         key="throughput",
@@ -196,6 +198,7 @@ PLOTS: tuple[Plot, ...] = (
         title="Memory",
         section=MACHINE,
         form="bytes",
+        exact=True,
         floor=True,
         lines=(
             (r"memory/peak_bytes", "peak"),
@@ -205,9 +208,18 @@ PLOTS: tuple[Plot, ...] = (
         note="Peak of a device (of the process on CPU), host memory, and arrays alive after the step.",
     ),
     Plot(
+        key="errors",
+        title="Reward failures",
+        section=CHECKS,
+        form="count",
+        kind="events",
+        lines=((r"reward/errors", "failures"),),
+        note="Calls of reward functions that raised, hung or returned nonsense.",
+    ),
+    Plot(
         key="compile",
         title="Compilations",
-        section=MACHINE,
+        section=CHECKS,
         form="count",
         kind="events",
         lines=((r"compile/count", "programs"),),
