@@ -65,6 +65,31 @@ class Rollouts:
         """[B] bool: ended by the token limit."""
         return np.array([r == "length" for r in self.stop_reasons], bool)
 
+    def take(self, groups: Sequence[int]) -> Rollouts:
+        """The groups of the given prompts only (indexes into the P prompts)."""
+        rows = [p * self.group_size + g for p in groups for g in range(self.group_size)]
+        prompts = {f.name: [getattr(self.prompts, f.name)[p] for p in groups] for f in dataclasses.fields(Prompts)}
+        return dataclasses.replace(
+            self,
+            prompts=Prompts(**prompts),
+            **{name: [getattr(self, name)[i] for i in rows] for name in _PER_SEQUENCE},
+        )
+
+    def __add__(self, other: Rollouts) -> Rollouts:
+        """These groups, then those of ``other`` (same group size and policy)."""
+        prompts = {
+            f.name: [*getattr(self.prompts, f.name), *getattr(other.prompts, f.name)]
+            for f in dataclasses.fields(Prompts)
+        }
+        return dataclasses.replace(
+            self,
+            prompts=Prompts(**prompts),
+            **{name: [*getattr(self, name), *getattr(other, name)] for name in _PER_SEQUENCE},
+        )
+
+
+_PER_SEQUENCE = ("tokens", "loss_mask", "rollout_log_probs", "stop_reasons", "texts")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,13 @@ class Checkpoints:
             item_names=("params", "optimizer", "meta"),
         )
 
+    @staticmethod
+    def list_steps(run_dir: str | Path) -> list[int]:
+        """Steps of the complete checkpoints of a run, ascending, without opening them."""
+        folder = Path(run_dir) / "checkpoints"
+        found = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+        return sorted(int(name) for name in found if name.isdigit())
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
@@ -134,6 +141,12 @@ class Checkpoints:
         """Wait for the last write; raises if it failed."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _optimizer_item(state: TrainState) -> dict[str, Any]:

@@ -67,3 +67,20 @@ def to_host(array: jax.Array) -> np.ndarray:
     from jax.experimental.multihost_utils import process_allgather
 
     return np.asarray(process_allgather(array, tiled=True))
+
+
+def any_process(flag: bool) -> bool:
+    """Whether ``flag`` is set on any process; all get the same answer."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental.multihost_utils import process_allgather
+
+    return bool(np.any(process_allgather(np.int32(flag))))
+
+
+def barrier(name: str) -> None:
+    """Wait until every process is here."""
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import sync_global_devices
+
+        sync_global_devices(name)

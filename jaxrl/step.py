@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import policy_loss
+from jaxrl.algorithms.losses import merge_metrics, policy_loss
 from jaxrl.batch import TrainBatch, TrainState
 from jaxrl.config import setting
 from jaxrl.models import Model
@@ -40,7 +40,6 @@ class OptimConfig:
     weight_decay: float = setting(0.0, "decoupled weight decay; norms and biases are left out")
     max_grad_norm: float | None = setting(1.0, "global gradient norm to clip to; null: no clipping")
     moment_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of Adam's moments at rest")
-    max_skipped_in_a_row: int = setting(5, "stop the run after this many consecutive updates with a non-finite gradient")
 
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.learning_rate <= 0:
@@ -55,8 +54,6 @@ class OptimConfig:
             yield "eps", f"{self.eps}: needs a positive number"
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             yield "max_grad_norm", f"{self.max_grad_norm}: needs a positive norm, or null for no clipping"
-        if self.max_skipped_in_a_row < 1:
-            yield "max_skipped_in_a_row", f"{self.max_skipped_in_a_row}: needs at least 1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +152,7 @@ def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Arr
     hidden, _ = spec.model.hidden_states(params, micro.tokens, micro.positions, micro.segment_ids)
     return token_log_probs(
         jnp.roll(hidden, 1, axis=1),
-        spec.model.head(params),
+        spec.model.head(params).astype(hidden.dtype),
         micro.tokens,
         temperature=spec.temperature,
         soft_cap=spec.model.config.final_soft_cap,
@@ -186,8 +183,8 @@ def make_score_step(spec: StepSpec):
 def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     """``train_step(state, batch, num_micro_batches) -> (state, metrics)``; the state is donated.
 
-    Metrics are sums over the update's tokens (``<name>`` with ``<name>/count`` where a mean is meant, ``*_max`` maxima), plus
-    ``grad_norm``, ``applied`` (1 or 0) and ``loss``. An update whose gradient is not finite, or in which no token has weight,
+    Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), plus ``loss/policy``,
+    ``optim/grad_norm`` before clipping and ``optim/skipped`` (1 or 0). An update whose gradient is not finite, or in which no token has weight,
     leaves parameters and optimizer state as they were.
     """
 
@@ -200,13 +197,13 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     def train(state: TrainState, batch: TrainBatch, num_micro_batches):
         def body(i, carry):
             (loss, metrics), grads = gradient(state.params, _micro_batch(batch, i))
-            return add_metrics(carry[0], {"loss": loss, **metrics}), jax.tree.map(jnp.add, carry[1], _float32(grads))
+            metrics = merge_metrics(carry[0], {"loss/policy": loss, **metrics})
+            return metrics, jax.tree.map(jnp.add, carry[1], _float32(grads))
 
-        first = jax.eval_shape(lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch)
-        names = ["loss", *first[0][1]]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        zeros = jax.tree.map(lax.with_sharding_constraint, zeros, shardings.params)
-        metrics, grads = lax.fori_loop(0, num_micro_batches, body, ({n: jnp.float32(0) for n in names}, zeros))
+        (loss, metrics), grads = jax.eval_shape(lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch)
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ({"loss/policy": loss, **metrics}, grads))
+        empty = (empty[0], jax.tree.map(lax.with_sharding_constraint, empty[1], shardings.params))
+        metrics, grads = lax.fori_loop(0, num_micro_batches, body, empty)
 
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(grad_norm)
@@ -223,12 +220,8 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
             state, skipped_in_a_row=jnp.where(finite, state.skipped_in_a_row, state.skipped_in_a_row + 1)
         )
         chosen = jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
-        return chosen, {**metrics, "grad_norm": grad_norm, "applied": applied.astype(jnp.float32)}
+        return chosen, {**metrics, "optim/grad_norm": grad_norm, "optim/skipped": 1.0 - applied}
 
     whole = NamedSharding(spec.mesh, PartitionSpec())
     return jax.jit(train, donate_argnums=0, out_shardings=(shardings, whole))
 
-
-def add_metrics(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Join two dictionaries of sums; names ending in ``_max`` join by the larger."""
-    return {k: jnp.maximum(a[k], b[k]) if k.endswith("_max") else a[k] + b[k] for k in a}

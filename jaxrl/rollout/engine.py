@@ -252,7 +252,7 @@ class Engine:
         temperature = state.sampling.temperature
         logits = scaled_logits(
             state.hidden,
-            self.model.head(params),
+            self.model.head(params).astype(state.hidden.dtype),
             temperature=jnp.where(temperature > 0, temperature, 1.0),
             soft_cap=self.model.config.final_soft_cap,
             vocab_limit=self.vocab_limit,

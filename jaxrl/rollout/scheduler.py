@@ -22,7 +22,7 @@ from jaxrl.rollout.sampling import SamplingArrays
 class Decodes(Protocol):
     """What the scheduler needs of a tokenizer."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str: ...
 
 
 def rollout(
@@ -73,7 +73,7 @@ def rollout(
                 length, text = cuts.get(slot, (int(generated[slot]), None))
                 ids = tokens[slot, :length].copy()
                 ended_by_stop = bool(stopped[slot]) or slot in cuts
-                text = tokenizer.decode(ids.tolist()) if text is None else text
+                text = tokenizer.decode(ids.tolist(), skip_special=True) if text is None else text
                 done[int(owner[slot])] = (ids, log_probs[slot, :length].copy(), ended_by_stop, text)
                 sampled += length
             release = np.isin(np.arange(engine.slots), list(cuts)) & active

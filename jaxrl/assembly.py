@@ -1,0 +1,213 @@
+"""From a configuration to what every command needs: mesh, tokenizer, model, parameters, engine.
+
+Training, evaluation, export and planning all build these here, so that they run the very same programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl.batch import TrainState
+from jaxrl.checkpoint import Checkpoints, shapes_with
+from jaxrl.config import ConfigError
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.models import Model, ModelConfig, hf
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.weights import make_refresh
+from jaxrl.settings import RunConfig
+from jaxrl.sharding import batch_shards, make_mesh, named
+from jaxrl.step import (
+    StepSpec,
+    learning_rate_schedule,
+    make_optimizer,
+    make_score_step,
+    make_train_step,
+    state_shardings,
+)
+
+logger = logging.getLogger("jaxrl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of the loop."""
+
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    shardings: TrainState
+    """NamedShardings of the train state."""
+    score_step: Callable
+    train_step: Callable
+    refresh: Callable | None
+    """None when the run samples nothing."""
+    engine: Engine | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """The parts of a run that do not change while it runs."""
+
+    config: RunConfig
+    mesh: Mesh
+    tokenizer: Tokenizer
+    model: Model
+    folder: Path | None
+    """Hugging Face folder the model comes from; None for a model from scratch."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Length of a packed row: as given, or the longest sequence that training can meet, to a multiple of 8 tokens."""
+        config = self.config
+        longest = config.data.max_prompt_tokens + (0 if config.algo.supervised else config.rollout.max_new_tokens)
+        return config.batch.row_tokens or -(-longest // 8) * 8
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of a micro-batch: what fits into ``batch.micro_batch_tokens``, a multiple of the mesh's data x fsdp size."""
+        shards = batch_shards(self.mesh)
+        return max(1, self.config.batch.micro_batch_tokens // self.row_tokens // shards) * shards
+
+    @property
+    def max_micro_batches(self) -> int:
+        """Micro-batches that the sequences of one update can need at most: every sequence in a row of its own."""
+        config = self.config
+        group = 1 if config.algo.supervised else config.rollout.group_size
+        sequences = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
+        return -(-sequences // self.rows_per_micro_batch)
+
+    @property
+    def vocab_limit(self) -> int:
+        """Ids from here on stand for no text: never sampled, and left out of every normalisation."""
+        return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
+
+    @property
+    def step_spec(self) -> StepSpec:
+        config = self.config
+        temperature = 1.0 if config.algo.supervised else config.rollout.temperature
+        return StepSpec(
+            model=self.model, mesh=self.mesh, algo=config.algo, temperature=temperature, vocab_limit=self.vocab_limit
+        )
+
+    def engine(self) -> Engine:
+        """The sampling engine, sized for training and evaluation alike."""
+        config, rollout = self.config, self.config.rollout
+        prompts = config.data.prompts_per_step
+        group = config.eval.samples if config.algo.supervised else rollout.group_size
+        slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
+        stop_ids = () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
+        return Engine(
+            self.model,
+            self.mesh,
+            slots=slots,
+            prefill_rows=min(prompts, max(1, slots // group)),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_new_tokens=config.max_new_tokens,
+            prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+            steps_per_dispatch=rollout.steps_per_dispatch,
+            stop_ids=stop_ids,
+            vocab_limit=self.vocab_limit,
+            cache_dtype=jnp.dtype(rollout.kv_cache_dtype or config.model.compute_dtype),
+        )
+
+    def refresh(self):
+        """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
+        dtype = jnp.dtype(self.config.rollout.weight_dtype or self.config.model.compute_dtype)
+        return make_refresh(self.model, self.mesh, dtype)
+
+    def param_shapes(self) -> Any:
+        """ShapeDtypeStructs of the training parameters, with their shardings."""
+        shardings = named(self.mesh, self.model.specs(self.mesh))
+        return shapes_with(shardings, self.model.shapes(self.config.model.param_dtype))
+
+    def programs(self, total_updates: int) -> Programs:
+        """Every program of the loop (see ``Programs``); nothing is compiled before its first use."""
+        optimizer, shardings = self._optimizer(total_updates)
+        spec = self.step_spec
+        samples = self.config.samples_completions
+        return Programs(
+            optimizer=optimizer,
+            schedule=learning_rate_schedule(self.config.optim, total_updates),
+            shardings=shardings,
+            score_step=make_score_step(spec),
+            train_step=make_train_step(spec, optimizer, shardings),
+            refresh=self.refresh() if samples else None,
+            engine=self.engine() if samples else None,
+        )
+
+    def _optimizer(self, total_updates: int) -> tuple[optax.GradientTransformation, TrainState]:
+        """The optimizer, and the shardings of its train state."""
+        optimizer = make_optimizer(self.config.optim, total_updates)
+        return optimizer, state_shardings(self.model, self.mesh, optimizer, self.param_shapes())
+
+    def initial_params(self) -> Any:
+        """Parameters the run starts from: ``init_from``, else the model's own, in the train view."""
+        config = self.config
+        if config.init_from:
+            run_dir, step = split_checkpoint(config.init_from, "init_from")
+            checkpoints = Checkpoints(run_dir, read_only=True)
+            step = _step_of(checkpoints, step)
+            logger.info("parameters from %s, step %d", run_dir, step)
+            params = checkpoints.restore_params(step, self.param_shapes())
+            checkpoints.close()
+            return params
+        if self.folder is None:
+            return self.model.init(jax.random.key(config.seed), self.mesh, config.model.param_dtype)
+        return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
+
+
+def assemble(config: RunConfig) -> Assembly:
+    """Mesh, tokenizer and model of ``config``; no parameters yet.
+
+    Raises:
+        ConfigError: the mesh does not match the devices, or the model cannot be read.
+    """
+    mesh = make_mesh(config.mesh)
+    source = config.model
+    folder = hf.resolve(source.path) if source.path else None
+    tokenizer = load_tokenizer(source.tokenizer or str(folder))
+    if folder is not None:
+        model_config = hf.load_config(folder)
+    else:
+        model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} (vocab_size): "
+            "they do not belong together",
+            "model.tokenizer",
+        )
+    model = Model(
+        model_config,
+        compute_dtype=source.compute_dtype,
+        remat=source.remat,
+        attention=source.attention,
+        mesh=mesh if mesh.size > 1 else None,
+    )
+    model.specs(mesh)  # refuses a tensor axis that does not divide the heads
+    return Assembly(config, mesh, tokenizer, model, folder)
+
+
+def split_checkpoint(path: str, key: str) -> tuple[Path, int | None]:
+    """A run's folder, or <folder>/checkpoints/<step>, as (folder, step or None for the newest)."""
+    folder = Path(path).expanduser()
+    step = None
+    if folder.parent.name == "checkpoints" and folder.name.isdigit():
+        folder, step = folder.parent.parent, int(folder.name)
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{path!r}: needs the folder of a run with checkpoints in it, or one <run>/checkpoints/<step>", key)
+    return folder, step
+
+
+def _step_of(checkpoints: Checkpoints, step: int | None) -> int:
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise ConfigError(f"{checkpoints.directory}: no complete checkpoint there")
+    return step

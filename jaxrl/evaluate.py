@@ -1,0 +1,184 @@
+"""python -m jaxrl.evaluate: pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.
+
+    python -m jaxrl.evaluate --run runs/quickstart                       # newest checkpoint, the run's own settings
+    python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
+    python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl import distributed
+from jaxrl.assembly import Assembly, assemble, split_checkpoint
+from jaxrl.batch import Prompts, Rollouts
+from jaxrl.config import ConfigError, run_cli
+from jaxrl.data.pipeline import load_prompts
+from jaxrl.progress import Progress
+from jaxrl.rewards.pool import Scores
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.scheduler import rollout
+from jaxrl.scoring import Scorer
+from jaxrl.settings import RunConfig, parse
+
+EVAL_STREAM = 2**31
+"""Names evaluation's random numbers, apart from every training step's."""
+
+
+def evaluate(
+    parts: Assembly,
+    engine: Engine,
+    rollout_params: Any,
+    prompts: Prompts,
+    scorer: Scorer,
+    *,
+    policy_version: int = 0,
+    progress: Progress | None = None,
+) -> tuple[dict[str, float], Rollouts, Scores]:
+    """Sample ``eval.samples`` completions of each held-out prompt and score them.
+
+    Returns the metrics (``eval/...``), and the completions with their scores. The numbers depend on the parameters and the
+    seed alone, not on the step.
+    """
+    config = parts.config
+    total = len(prompts) * config.eval.samples
+
+    def report(done: int, tokens: int) -> None:
+        if progress is not None:
+            progress.update("eval", done=done, total=total, tokens=tokens)
+
+    completions = rollout(
+        engine,
+        rollout_params,
+        prompts,
+        group_size=config.eval.samples,
+        sampling=config.eval_sampling,
+        key=jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), np.uint32(EVAL_STREAM))),
+        tokenizer=parts.tokenizer,
+        stop=config.rollout.stop,
+        policy_version=policy_version,
+        progress=report,
+    )
+    scores = scorer.score(completions)
+    return metrics(config, completions, scores), completions, scores
+
+
+def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[str, float]:
+    """eval/pass_at_1, eval/pass_at_k, eval/maj_at_k (k = eval.samples), mean reward of all and of each term, length."""
+    group = completions.group_size
+    task = np.nan_to_num(scores.parts[config.rewards.task], nan=-math.inf).reshape(-1, group)
+    passed = task >= config.rewards.pass_threshold
+    found = {
+        "eval/pass_at_1": float(passed.mean()),
+        "eval/reward_mean": float(np.nanmean(scores.rewards)) if np.isfinite(scores.rewards).any() else math.nan,
+        "eval/length_mean": float(completions.lengths.mean()),
+        "eval/truncated_fraction": float(completions.truncated.mean()),
+        "eval/prompts": float(len(passed)),
+    }
+    for name, part in scores.parts.items():
+        if np.isfinite(part).any():
+            found[f"eval/reward/{name}"] = float(np.nanmean(part))
+    if group > 1:
+        found["eval/pass_at_k"] = float(np.mean([pass_at_k(group, int(row.sum()), group) for row in passed]))
+        found["eval/maj_at_k"] = majority(scores.answers, passed)
+    return found
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased probability that at least one of k samples is correct, from n of which ``correct`` are: 1 - C(n - c, k) / C(n, k)
+    (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str | None], passed: np.ndarray) -> float:
+    """Share of prompts whose most frequent answer is right (maj@k). passed [P, k]; ties go to the answer that came first;
+    completions without a readable answer do not vote."""
+    group = passed.shape[1]
+    right = 0
+    for p, row in enumerate(passed):
+        own = answers[p * group : (p + 1) * group]
+        votes = collections.Counter(a for a in own if a is not None)
+        if votes:
+            winner = votes.most_common(1)[0][0]
+            right += bool(row[own.index(winner)])
+    return right / max(1, len(passed))
+
+
+def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
+    """Completions as rows that a person can read."""
+    rows = []
+    for i, text in enumerate(completions.texts):
+        rows.append(
+            {
+                "prompt": completions.prompts.texts[i // completions.group_size],
+                "completion": text,
+                "answer": scores.answers[i],
+                "reward": float(scores.rewards[i]),
+                "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
+                "stop_reason": completions.stop_reasons[i],
+                "length": len(completions.tokens[i]),
+            }
+        )
+    return rows
+
+
+def config_of_run(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """``--run DIR`` taken out of the arguments, and the run's own configuration put in its place."""
+    argv = list(argv)
+    if "--run" not in argv:
+        return None, argv
+    at = argv.index("--run")
+    run = argv[at + 1] if at + 1 < len(argv) else ""
+    folder, _ = split_checkpoint(run, "--run")
+    return run, [*argv[:at], *argv[at + 2 :], "--config", str(folder / "config.yaml")]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; instead of --config")
+        parser.add_argument("--output", metavar="FILE", help="also write the metrics and every completion as JSON")
+
+    run, argv = config_of_run(argv)
+    config, given = parse(
+        argv,
+        prog="python -m jaxrl.evaluate",
+        description="pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder on the eval data.",
+        add_options=options,
+    )
+    if run:
+        config = dataclasses.replace(config, init_from=run)
+    if not config.rewards.terms:
+        raise ConfigError("no reward is given; evaluation needs at least one to score completions", "rewards.terms")
+    distributed.start()
+    parts = assemble(config)
+    prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
+    params = parts.refresh()(parts.initial_params())
+    with contextlib.closing(Scorer(config.rewards, parts.mesh)) as scorer, Progress(1, config.metrics.progress) as progress:
+        found, completions, scores = evaluate(parts, parts.engine(), params, prompts, scorer, progress=progress)
+    if distributed.is_first():
+        for name, value in found.items():
+            print(f"{name:28} {value:.4f}")
+        if given.output:
+            rows = sample_rows(completions, scores)
+            Path(given.output).write_text(json.dumps({"metrics": found, "samples": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,285 @@
+"""What happens between two arrows of the loop: host-side work on rollouts, rewards and batches. Called by ``train.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.algorithms import advantages as adv
+from jaxrl.algorithms.filters import keep_groups, spread
+from jaxrl.algorithms.kl import estimate
+from jaxrl.algorithms.losses import loss_weights
+from jaxrl.assembly import Assembly, Programs
+from jaxrl.batch import Rollouts, TrainBatch
+from jaxrl.data.packing import TrainSequence, pack, unpack
+from jaxrl.data.pipeline import PromptIterator, TrainingRows
+from jaxrl.distributed import to_host
+from jaxrl.metrics import PhaseTimer
+from jaxrl.progress import Progress
+from jaxrl.rewards.pool import Scores
+from jaxrl.rollout.scheduler import rollout
+from jaxrl.scoring import Scorer
+from jaxrl.settings import RunConfig
+from jaxrl.sharding import BATCH_AXES, put
+
+logger = logging.getLogger("jaxrl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """The rollouts of one step with their scores, and what to log about them."""
+
+    rollouts: Rollouts
+    scores: Scores
+    metrics: dict[str, float]
+
+
+def collect(
+    parts: Assembly,
+    programs: Programs,
+    rollout_params: Any,
+    data: PromptIterator,
+    scorer: Scorer,
+    *,
+    step: int,
+    policy_version: int,
+    timer: PhaseTimer,
+    progress: Progress,
+) -> Collected | None:
+    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread of task rewards, or the
+    rounds are used up. None when the data has ended."""
+    config = parts.config
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), np.uint32(step)))
+    wanted = config.data.prompts_per_step
+    rounds = 1 + (config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 0)
+    kept: list[Collected] = []
+    sampled: list[Collected] = []
+    for _ in range(rounds):
+        missing = wanted - sum(len(c.rollouts.prompts) for c in kept)
+        with timer.phase("prompts"):
+            prompts = data.take_more(missing)
+        if not len(prompts):
+            break
+        total = len(prompts) * config.rollout.group_size
+        with timer.phase("rollout") as phase:
+            rollouts = rollout(
+                programs.engine,
+                rollout_params,
+                prompts,
+                group_size=config.rollout.group_size,
+                sampling=config.rollout.sampling,
+                key=key,
+                tokenizer=parts.tokenizer,
+                stop=config.rollout.stop,
+                policy_version=policy_version,
+                progress=lambda done, tokens, total=total: progress.update(
+                    "rollout", done=done, total=total, tokens=tokens
+                ),
+            )
+            phase.tokens = int(rollouts.lengths.sum())
+        with timer.phase("rewards"):
+            progress.update("rewards")
+            scores = scorer.score(rollouts)
+        sampled.append(Collected(rollouts, scores, {}))
+        keep = keep_groups(_task(config, scores)) if config.algo.dynamic_sampling else np.ones(len(prompts), bool)
+        if keep.any():
+            kept.append(_select(sampled[-1], np.flatnonzero(keep).tolist()))
+        if not config.algo.dynamic_sampling or sum(len(c.rollouts.prompts) for c in kept) >= wanted:
+            break
+    if not sampled:
+        return None
+    everything = _join(sampled)
+    metrics = rollout_metrics(config, everything)
+    if config.algo.dynamic_sampling:
+        metrics["algo/sampled_groups"] = len(everything.rollouts.prompts)
+        metrics["algo/kept_groups"] = sum(len(c.rollouts.prompts) for c in kept)
+    used = _join(kept) if kept else _select(everything, [])
+    return dataclasses.replace(used, metrics=metrics)
+
+
+def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
+    """What people watch of one step's samples, those that dynamic sampling drops included."""
+    rollouts, scores = collected.rollouts, collected.scores
+    task = _task(config, scores)
+    found = {
+        "rollout/length_mean": float(rollouts.lengths.mean()),
+        "rollout/length_max": float(rollouts.lengths.max()),
+        "rollout/truncated_fraction": float(rollouts.truncated.mean()),
+        "rollout/pass_at_1": float((task >= config.rewards.pass_threshold).mean()),
+        "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
+        "rollout/policy_version": rollouts.policy_version,
+        "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
+        "reward/errors": float(sum(scores.errors.values())),
+    }
+    if np.isfinite(scores.rewards).any():
+        found["reward/mean"] = float(np.nanmean(scores.rewards))
+        found["reward/std"] = float(np.nanstd(scores.rewards))
+    for name, part in scores.parts.items():
+        if np.isfinite(part).any():
+            found[f"reward/{name}"] = float(np.nanmean(part))
+    return found
+
+
+def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
+    """Prompt and completion of each sample as one row of tokens; the policy's own tokens are scored."""
+    found = []
+    for i, completion in enumerate(rollouts.tokens):
+        prompt = rollouts.prompts.tokens[i // rollouts.group_size]
+        before = np.zeros(len(prompt), np.float32)
+        found.append(
+            TrainSequence(
+                tokens=np.concatenate([prompt, completion]).astype(np.int32),
+                loss_mask=np.concatenate([before, rollouts.loss_mask[i]]),
+                rollout_log_probs=np.concatenate([before, rollouts.rollout_log_probs[i]]),
+            )
+        )
+    return found
+
+
+def supervised_sequences(rows: TrainingRows) -> list[TrainSequence]:
+    """Rows of data as they are."""
+    return [TrainSequence(tokens=t, loss_mask=m) for t, m in zip(rows.tokens, rows.loss_mask, strict=True)]
+
+
+def score(
+    parts: Assembly, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
+) -> tuple[list[TrainSequence], int]:
+    """Old and reference log-probs where the algorithm needs them, and the number of tokens that were scored for it.
+
+    Old ones are needed when a step makes several updates, or for a KL penalty in the reward; for a single update the policy
+    itself is the old one and the ratio exactly 1.
+    """
+    algo = parts.config.algo
+    needs_old = algo.updates_per_rollout > 1 or (algo.uses_reference and algo.kl_in == "reward")
+    if not sequences or not (needs_old or algo.uses_reference):
+        return sequences, 0
+    batch, count, index = _packed(parts, sequences)
+    tokens = sum(len(s.tokens) for s in sequences)
+    passes = 0
+    for name, weights in (("old_log_probs", params if needs_old else None), ("ref_log_probs", ref_params)):
+        if weights is None:
+            continue
+        passes += 1
+        values = unpack(to_host(programs.score_step(weights, batch, count)), index)
+        sequences = [dataclasses.replace(s, **{name: v}) for s, v in zip(sequences, values, strict=True)]
+    return sequences, tokens * passes
+
+
+def with_advantages(
+    config: RunConfig, collected: Collected, sequences: list[TrainSequence]
+) -> tuple[list[TrainSequence], dict[str, float]]:
+    """Rewards -> advantages, written onto the sequences; masks completions that the algorithm leaves out."""
+    algo, rollouts, scores = config.algo, collected.rollouts, collected.scores
+    if not sequences:
+        return sequences, {}
+    shape = (-1, rollouts.group_size)
+    limit = config.rollout.max_new_tokens
+    names = list(scores.parts)
+    weights = {term.title: term.weight for term in config.rewards.terms}
+    parts = np.stack([scores.parts[n].reshape(shape) for n in names], axis=-1)
+    rewards = adv.combine_rewards(parts, np.array([weights[n] for n in names]), algo)
+    metrics = {}
+    if algo.overlong_penalty:
+        penalty = adv.overlong_penalty(rollouts.lengths, algo, limit).reshape(shape)
+        rewards = rewards + penalty
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
+    num_tokens = np.array([s.loss_mask.sum() for s in sequences]).reshape(shape)
+    kl = None
+    if algo.uses_reference and algo.kl_in == "reward":
+        kl = np.array([_sequence_kl(s, algo.kl_estimator) for s in sequences]).reshape(shape)
+        metrics["algo/kl"] = float(kl.sum() / max(num_tokens.sum(), 1))
+    values = adv.compute(rewards, algo, kl=kl, num_tokens=num_tokens).reshape(-1)
+    # A sample that nobody judged teaches nothing: it leaves the loss, and the averages over tokens.
+    drop = np.isnan(rewards).reshape(-1)
+    if algo.mask_truncated:
+        drop |= rollouts.truncated
+    metrics["algo/masked_fraction"] = float(drop.mean())
+    metrics["algo/advantage_abs_mean"] = float(np.abs(values).mean())
+    found = []
+    for s, value, dropped in zip(sequences, values, drop, strict=True):
+        mask = s.loss_mask * (0.0 if dropped else 1.0)
+        found.append(dataclasses.replace(s, loss_mask=mask, advantages=np.float32(value) * mask))
+    return found, metrics
+
+
+def minibatches(
+    parts: Assembly, sequences: list[TrainSequence], step: int
+) -> Iterator[tuple[TrainBatch, jax.Array]]:
+    """The packed batch of each update of this step, on device, with its number of micro-batches.
+
+    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss weights are those of the
+    whole update.
+    """
+    config, algo = parts.config, parts.config.algo
+    for epoch in range(algo.epochs):
+        order = np.arange(len(sequences))
+        if algo.num_minibatches > 1:
+            order = np.random.default_rng((config.seed, step, epoch)).permutation(order)
+        for chosen in np.array_split(order, algo.num_minibatches):
+            part = [sequences[i] for i in chosen]
+            num_tokens = np.array([s.loss_mask.sum() for s in part])
+            weights = loss_weights(num_tokens, algo, max_completion_tokens=config.rollout.max_new_tokens)
+            part = [
+                dataclasses.replace(s, loss_weights=w * s.loss_mask) for s, w in zip(part, weights, strict=True)
+            ]
+            batch, count, _ = _packed(parts, part)
+            yield batch, count
+
+
+def mean_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One dictionary for the updates of a step: means, maxima of ``*_max``, and the number of skipped updates."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(k for r in results for k in r):
+        values = [r[name] for r in results if name in r]
+        if name.endswith("_max"):
+            found[name] = max(values)
+        elif name == "optim/skipped":
+            found[name] = sum(values)
+        else:
+            found[name] = math.fsum(values) / len(values)
+    return found
+
+
+def _packed(parts: Assembly, sequences: list[TrainSequence]):
+    batch, count, index = pack(
+        sequences, parts.row_tokens, parts.rows_per_micro_batch, max_micro_batches=parts.max_micro_batches
+    )
+    on_device = put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES))
+    return on_device, put(np.int32(count), parts.mesh), index
+
+
+def _sequence_kl(s: TrainSequence, estimator: str) -> float:
+    kl = np.asarray(estimate(s.old_log_probs, s.ref_log_probs, estimator))
+    return float((kl * s.loss_mask).sum())
+
+
+def _task(config: RunConfig, scores: Scores) -> np.ndarray:
+    """[P, G] raw rewards of the task term; NaN where it abstained."""
+    return scores.parts[config.rewards.task].reshape(-1, config.rollout.group_size)
+
+
+def _select(collected: Collected, groups: list[int]) -> Collected:
+    size = collected.rollouts.group_size
+    rows = np.array([p * size + g for p in groups for g in range(size)], int)
+    s = collected.scores
+    scores = Scores(s.rewards[rows], {k: v[rows] for k, v in s.parts.items()}, s.errors, [s.answers[i] for i in rows])
+    return Collected(collected.rollouts.take(groups), scores, {})
+
+
+def _join(items: list[Collected]) -> Collected:
+    first, *rest = items
+    rollouts, s = first.rollouts, first.scores
+    for item in rest:
+        o = item.scores
+        rollouts = rollouts + item.rollouts
+        errors = {k: s.errors.get(k, 0) + o.errors.get(k, 0) for k in {**s.errors, **o.errors}}
+        parts = {k: np.concatenate([v, o.parts[k]]) for k, v in s.parts.items()}
+        s = Scores(np.concatenate([s.rewards, o.rewards]), parts, errors, [*s.answers, *o.answers])
+    return Collected(rollouts, s, {})

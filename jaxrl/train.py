@@ -1,0 +1,294 @@
+"""python -m jaxrl.train: the loop.
+
+    python -m jaxrl.train --config configs/quickstart.yaml optim.learning_rate=1e-5
+
+One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring -> update -> refresh.
+One step of supervised training: rows -> batch -> update. ``run`` reads in that order; ``stages.py`` holds what happens between
+two arrows.
+
+Exit codes: 0 done, 1 the run diverged, 2 configuration, 3 user code, 75 interrupted and saved (start it again to continue).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import distributed, stages
+from jaxrl.algorithms.losses import finish_metrics
+from jaxrl.assembly import Assembly, Programs, assemble
+from jaxrl.batch import TrainState
+from jaxrl.checkpoint import Checkpoints, shapes_with
+from jaxrl.config import ConfigError, run_cli, to_dict, to_yaml
+from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
+from jaxrl.evaluate import evaluate, sample_rows
+from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, environment, memory_metrics
+from jaxrl.progress import Progress
+from jaxrl.report import write_report
+from jaxrl.scoring import Scorer
+from jaxrl.settings import RunConfig, parse
+from jaxrl.step import init_train_state
+
+logger = logging.getLogger("jaxrl")
+
+INTERRUPTED = 75
+
+
+class Diverged(Exception):
+    """The run was ended because its updates kept failing."""
+
+
+def run(config: RunConfig, stop: threading.Event | None = None) -> int:
+    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end after the current step. Returns the exit code.
+
+    Raises:
+        ConfigError, UserCodeError: see ``jaxrl.config``.
+        Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
+    """
+    stop = stop or threading.Event()
+    algo, first = config.algo, distributed.is_first()
+    parts = assemble(config)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(open_run_dir(config))
+        data = stack.enter_context(contextlib.closing(open_data(parts)))
+        total = total_steps(config, len(data.examples))
+        programs = parts.programs(total * algo.updates_per_rollout)
+        held_out = load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
+        scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, parts.mesh)))
+        done = checkpoints.latest() or 0
+        state, meta = restore_or_start(parts, programs, checkpoints)
+        if meta:
+            data.set_state(meta["data"])
+        ref_params = parts.initial_params() if algo.uses_reference else None
+        updates = int(state.updates)
+        latest: dict[str, float] = dict(meta.get("metrics", {}))
+        rollout_params = programs.refresh(state.params) if programs.refresh else None
+
+        writer = stack.enter_context(
+            MetricsWriter(
+                config.run_dir,
+                config.metrics,
+                resume_step=done if meta else None,
+                enabled=first,
+                run_config=to_dict(config),
+            )
+        )
+        progress = stack.enter_context(
+            Progress(total, config.metrics.progress, start_step=done, enabled=first)
+        )
+        compilations = stack.enter_context(CompilationCounter())
+        profiler = stack.enter_context(contextlib.closing(Profiler(config.run_dir, config.profile)))
+        timer = PhaseTimer()
+
+        def evaluation(step: int) -> dict[str, float]:
+            with timer.phase("eval") as phase:
+                found, completions, scores = evaluate(
+                    parts, programs.engine, rollout_params, held_out, scorer, policy_version=updates, progress=progress
+                )
+                phase.tokens = int(completions.lengths.sum())
+            if algo.supervised:
+                writer.samples(step, sample_rows(completions, scores))
+            return found
+
+        if config.eval.at_start and not meta:
+            metrics = evaluation(0) | timer.metrics()
+            latest |= metrics
+            writer.log(0, metrics)
+            progress.step(0, metrics)
+        saved, interrupted = done, False
+        for step in range(done + 1, total + 1):
+            profiler.step(step)
+            metrics = {"optim/learning_rate": float(programs.schedule(updates))}
+            # 1 to 6: what to learn from.
+            if algo.supervised:
+                with timer.phase("prompts"):
+                    sequences = stages.supervised_sequences(next(data))
+            else:
+                collected = stages.collect(
+                    parts, programs, rollout_params, data, scorer, step=step, policy_version=updates, timer=timer, progress=progress
+                )
+                if collected is None:
+                    logger.warning("the data ended after step %d of %d", done, total)
+                    break
+                writer.samples(step, sample_rows(collected.rollouts, collected.scores))
+                sequences = stages.sequences_of(collected.rollouts)
+                with timer.phase("scoring") as phase:
+                    progress.update("scoring")
+                    sequences, phase.tokens = stages.score(parts, programs, state.params, ref_params, sequences)
+                sequences, advantage_metrics = stages.with_advantages(config, collected, sequences)
+                metrics |= collected.metrics | advantage_metrics
+            # 7: the update, once for each minibatch.
+            with timer.phase("update") as phase:
+                progress.update("update")
+                results = []
+                for batch, count in stages.minibatches(parts, sequences, step):
+                    state, result = programs.train_step(state, batch, count)
+                    results.append(finish_metrics(jax.device_get(result)))
+                phase.tokens = sum(len(s.tokens) for s in sequences) * algo.epochs
+            metrics |= stages.mean_metrics(results)
+            updates, failed = int(state.updates), int(state.skipped_in_a_row)
+            # 8: the sampler gets the new weights; the old ones are let go first.
+            if programs.refresh:
+                with timer.phase("refresh"):
+                    rollout_params = None
+                    rollout_params = jax.block_until_ready(programs.refresh(state.params))
+            # 9: evaluate, save, record.
+            interrupted = step < total and distributed.any_process(stop.is_set())
+            if _due(config.eval.every, step) or (config.eval.at_end and step == total):
+                metrics |= evaluation(step)
+            latest |= metrics
+            if _due(config.checkpoint.every, step) or step == total or interrupted:
+                with timer.phase("checkpoint"):
+                    checkpoints.save(step, state, run_meta(config, data, latest), latest)
+                saved = step
+            metrics |= timer.metrics() | memory_metrics() | compilations.metrics()
+            writer.log(step, metrics)
+            progress.step(step, metrics)
+            done = step
+            if failed >= algo.max_consecutive_skipped:
+                raise Diverged(
+                    f"step {step}: the gradient was not finite in {failed} updates in a row (algo.max_consecutive_skipped). "
+                    "The parameters are those of the last good update. Lower optim.learning_rate, or look at the last samples"
+                )
+            if interrupted:
+                break
+        if saved < done:
+            checkpoints.save(done, state, run_meta(config, data, latest), latest)
+    if first:
+        _say_goodbye(config, latest, done, interrupted)
+    return INTERRUPTED if interrupted else 0
+
+
+def open_run_dir(config: RunConfig) -> Checkpoints:
+    """The run's folder and its checkpoints, after ``resume`` has been obeyed.
+
+    Raises:
+        ConfigError: the folder has checkpoints and ``resume`` does not say what to do, or it says ``must`` and there are none.
+    """
+    folder = config.run_dir
+    found = (folder / "checkpoints").is_dir() and bool(Checkpoints.list_steps(folder))
+    if found and config.resume is None:
+        raise ConfigError(
+            f"{folder} already has checkpoints. Continue that run with resume=auto, start over with resume=never "
+            "(they are set aside), or choose another name",
+            "resume",
+        )
+    if config.resume == "must" and not found:
+        raise ConfigError(f"'must', but {folder} has no checkpoint to continue from", "resume")
+    if distributed.is_first():
+        if found and config.resume == "never":
+            _set_aside(folder / "checkpoints")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+    distributed.barrier("run folder")
+    return Checkpoints(folder, config.checkpoint)
+
+
+def _set_aside(folder: Path) -> None:
+    number = 1
+    while (old := folder.with_name(f"{folder.name}.old{number}")).exists():
+        number += 1
+    folder.rename(old)
+    logger.warning("%s is of an earlier run; it is now %s", folder, old.name)
+
+
+def open_data(parts: Assembly) -> PromptIterator | SftIterator:
+    """The stream of training prompts, or of supervised rows."""
+    config = parts.config
+    if config.algo.supervised:
+        return SftIterator(config.data, parts.tokenizer, config.seed, max_tokens=parts.row_tokens)
+    return PromptIterator(config.data, parts.tokenizer, config.seed)
+
+
+def total_steps(config: RunConfig, rows: int) -> int:
+    """Steps of the whole run: ``steps``, or what ``data.epochs`` passes over the rows give, whichever is less."""
+    if config.data.epochs is None:
+        assert config.steps is not None  # RunConfig.problems
+        return config.steps
+    there = -(-rows * config.data.epochs // config.data.prompts_per_step)
+    return there if config.steps is None else min(config.steps, there)
+
+
+def restore_or_start(parts: Assembly, programs: Programs, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
+    """The newest checkpoint's state and meta, or a fresh state and {}."""
+    step = checkpoints.latest()
+    optim = parts.config.optim
+    if step is None:
+        state = init_train_state(parts.initial_params(), programs.optimizer, optim, programs.shardings)
+        return state, {}
+    shapes = jax.eval_shape(
+        lambda params: init_train_state(params, programs.optimizer, optim, programs.shardings), parts.param_shapes()
+    )
+    logger.info("continuing from step %d of %s", step, checkpoints.directory)
+    return checkpoints.restore(step, shapes_with(programs.shardings, shapes)), checkpoints.meta(step)
+
+
+def run_meta(config: RunConfig, data: PromptIterator | SftIterator, latest: Mapping[str, float]) -> dict[str, Any]:
+    """What a checkpoint says beside its arrays."""
+    return {
+        "data": data.get_state(),
+        "metrics": {k: v for k, v in latest.items() if k.startswith("eval/")},
+        "config": to_dict(config),
+        **environment(),
+    }
+
+
+def _due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _say_goodbye(config: RunConfig, latest: Mapping[str, float], done: int, interrupted: bool) -> None:
+    report = write_report(config.run_dir)
+    if interrupted:
+        print(f"interrupted after step {done}; checkpoint saved. Continue with the same command and resume=auto")
+    print(f"report: {report}")
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[threading.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second ends the program at once."""
+    stop = threading.Event()
+
+    def handle(number, frame):
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        logger.warning("signal %d: saving a checkpoint after this step; once more to end at once", number)
+
+    old = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logger.setLevel(logging.INFO)
+    config, _ = parse(
+        argv,
+        prog="python -m jaxrl.train",
+        description="Post-train a language model: supervised fine-tuning or reinforcement learning (the GRPO family).",
+    )
+    distributed.start()
+    with stop_on_sigterm() as stop:
+        try:
+            return run(config, stop)
+        except Diverged as error:
+            print(f"diverged: {error}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

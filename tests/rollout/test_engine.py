@@ -1,0 +1,225 @@
+"""The sampling engine from the outside: what is sampled, its log-probs, and that the schedule cannot change either."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.batch import Prompts, TrainBatch
+from jaxrl.config import ConfigError
+from jaxrl.models import Model, ModelConfig
+from jaxrl.rollout.config import Sampling
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.scheduler import rollout
+from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.step import StepSpec, token_statistics
+from jaxrl.algorithms.config import AlgoConfig
+
+SCRATCH = dict(
+    model_type="qwen3",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+VOCAB, LIMIT = 101, 96
+"""Rows of the model's vocabulary, and ids that stand for text."""
+STOP = 7
+
+
+class Letters:
+    """Decodes id i to one character."""
+
+    def decode(self, ids, *, skip_special=False):
+        return "".join(chr(ord("0") + i % 64) for i in ids)
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(ModelConfig.from_scratch(SCRATCH, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    """Random weights, spread so that the next token is neither certain nor arbitrary."""
+    return jax.tree.map(lambda x: 5 * x if x.ndim > 2 else x, model.init(jax.random.key(0), one_device()))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, LIMIT, n).astype(np.int32) for n in (5, 17, 9, 23, 1)]
+    return Prompts(ids=[3, 14, 15, 92, 65], tokens=tokens, texts=[""] * 5, examples=[{}] * 5)
+
+
+def make_engine(model, mesh=None, **changes):
+    options = dict(
+        slots=20,
+        prefill_rows=5,
+        max_prompt_tokens=24,
+        max_new_tokens=16,
+        prefill_chunk_tokens=8,
+        steps_per_dispatch=5,
+        stop_ids=(STOP,),
+        vocab_limit=LIMIT,
+    )
+    return Engine(model, mesh or one_device(), **{**options, **changes})
+
+
+def sample(model, params, prompts, engine, *, group=4, seed=0, stop=(), **sampling):
+    key = jax.random.key_data(jax.random.key(seed))
+    options = Sampling(**{"max_new_tokens": 16, **sampling})
+    return rollout(
+        engine, model.unstack(params), prompts, group_size=group, sampling=options, key=key, tokenizer=Letters(), stop=stop
+    )
+
+
+def same(a, b):
+    return [x.tolist() for x in a.tokens] == [x.tolist() for x in b.tokens]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature):
+    """Contract 1: the training forward pass gives the sampler's log-probs, first token and stop token included."""
+    out = sample(model, params, prompts, make_engine(model), temperature=temperature)
+    assert {"stop", "length"} == set(out.stop_reasons)
+    rows = len(out)
+    tokens = np.zeros((rows, 48), np.int32)
+    mask, segments, expected = (np.zeros((rows, 48), np.float32) for _ in range(3))
+    for i, completion in enumerate(out.tokens):
+        prompt = prompts.tokens[i // 4]
+        end = len(prompt) + len(completion)
+        tokens[i, :end] = np.concatenate([prompt, completion])
+        segments[i, :end] = 1
+        mask[i, len(prompt) : end] = 1
+        expected[i, len(prompt) : end] = out.rollout_log_probs[i]
+    micro = TrainBatch(
+        tokens=tokens,
+        positions=np.tile(np.arange(48), (rows, 1)),
+        segment_ids=segments.astype(np.int32),
+        loss_mask=mask,
+        loss_weights=mask,
+        advantages=mask,
+        rollout_log_probs=expected,
+    )
+    spec = StepSpec(model=model, mesh=one_device(), algo=AlgoConfig(), temperature=temperature, vocab_limit=LIMIT)
+    log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(params, micro)
+    assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4
+
+
+def test_stop_tokens_end_a_completion_and_belong_to_it(model, params, prompts):
+    out = sample(model, params, prompts, make_engine(model))
+    for ids, reason in zip(out.tokens, out.stop_reasons, strict=True):
+        assert STOP not in ids[:-1]
+        assert (reason == "stop") == (ids[-1] == STOP)
+        assert len(ids) == 16 or reason == "stop"
+        assert ids.max() < LIMIT
+
+
+def test_samples_of_a_group_differ_and_seeds_differ(model, params, prompts):
+    engine = make_engine(model)
+    out = sample(model, params, prompts, engine)
+    assert len({tuple(t.tolist()) for t in out.tokens}) > 15
+    assert not same(out, sample(model, params, prompts, engine, seed=1))
+    assert same(out, sample(model, params, prompts, engine))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(slots=3), dict(slots=7, prefill_rows=2, steps_per_dispatch=1), dict(prefill_chunk_tokens=24), dict(slots=64)],
+)
+def test_schedule_does_not_change_the_samples(model, params, prompts, changes):
+    """Slots, refills, prefill batches, chunks and dispatches: same ids for the same seed."""
+    expected = sample(model, params, prompts, make_engine(model))
+    got = sample(model, params, prompts, make_engine(model, **changes))
+    assert same(expected, got)
+    for a, b in zip(expected.rollout_log_probs, got.rollout_log_probs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=2, tensor=4)])
+def test_mesh_does_not_change_the_samples(model, params, prompts, split):
+    expected = sample(model, params, prompts, make_engine(model))
+    mesh = make_mesh(MeshConfig(**{"data": 1, **split}))
+    sharded = Model(model.config, mesh=mesh)
+    moved = jax.device_put(jax.tree.map(np.asarray, params), named(mesh, sharded.specs(mesh)))
+    refresh = jax.jit(sharded.unstack, out_shardings=named(mesh, sharded.specs(mesh, view="rollout")))
+    got = rollout(
+        make_engine(sharded, mesh),
+        refresh(moved),
+        prompts,
+        group_size=4,
+        sampling=Sampling(max_new_tokens=16),
+        key=jax.random.key_data(jax.random.key(0)),
+        tokenizer=Letters(),
+    )
+    assert same(expected, got)
+
+
+def test_part_of_the_prompts_gives_the_same_samples(model, params, prompts):
+    """A sample's noise belongs to its prompt id and number, not to its place in the batch."""
+    everything = sample(model, params, prompts, make_engine(model))
+    some = Prompts(ids=prompts.ids[2:4], tokens=prompts.tokens[2:4], texts=["", ""], examples=[{}, {}])
+    part = sample(model, params, some, make_engine(model))
+    assert [t.tolist() for t in part.tokens] == [t.tolist() for t in everything.tokens[8:16]]
+
+
+def test_greedy_is_argmax_of_the_training_forward(model, params, prompts):
+    out = sample(model, params, prompts, make_engine(model, stop_ids=()), group=1, temperature=0.0)
+    for prompt, ids in zip(prompts.tokens, out.tokens, strict=True):
+        tokens = np.concatenate([prompt, ids])[None]
+        hidden, _ = model.hidden_states(params, tokens, np.arange(tokens.size)[None], np.ones_like(tokens))
+        logits = (hidden[0] @ model.head(params).T)[:, :LIMIT]
+        assert np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist() == ids.tolist()
+
+
+def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
+    engine = make_engine(model, stop_ids=())
+    free = sample(model, params, prompts, engine)
+    stop = free.texts[0][5:8]
+    out = sample(model, params, prompts, engine, stop=(stop,))
+    assert out.texts[0] == free.texts[0][: free.texts[0].index(stop)]
+    assert out.stop_reasons[0] == "stop"
+    assert out.tokens[0].tolist() == free.tokens[0][: len(out.texts[0]) + 3].tolist()
+    assert out.rollout_log_probs[0].shape == out.tokens[0].shape
+    others = [i for i, text in enumerate(free.texts) if stop not in text]
+    assert all(out.tokens[i].tolist() == free.tokens[i].tolist() for i in others)
+
+
+def test_nothing_compiles_after_the_first_call(model, params, prompts):
+    engine = make_engine(model)
+    rollout_params = model.unstack(params)
+    key = jax.random.key_data(jax.random.key(0))
+
+    def go(some, group, limit):
+        rollout(
+            engine, rollout_params, some, group_size=group, sampling=Sampling(max_new_tokens=limit), key=key, tokenizer=Letters()
+        )
+
+    go(prompts, 4, 16)
+    from jaxrl.metrics import CompilationCounter
+
+    with CompilationCounter() as counter:
+        go(prompts, 3, 9)
+        go(Prompts(ids=[1], tokens=[np.arange(24, dtype=np.int32)], texts=[""], examples=[{}]), 1, 2)
+        assert counter.metrics()["compile/count"] == 0
+
+
+def test_prompts_that_do_not_fit_are_refused(model, params, prompts):
+    long = Prompts(ids=[0], tokens=[np.zeros(25, np.int32)], texts=[""], examples=[{}])
+    with pytest.raises(ConfigError, match="24"):
+        sample(model, params, long, make_engine(model))
+    with pytest.raises(ConfigError, match="exceeds"):
+        sample(model, params, prompts, make_engine(model), max_new_tokens=17)
+
+
+def test_empty_slots_do_not_disturb_bfloat16(model, params, prompts):
+    engine = make_engine(Model(model.config, compute_dtype="bfloat16"), cache_dtype=jnp.bfloat16)
+    out = sample(model, params, prompts, engine, group=1)
+    assert all(np.isfinite(lp).all() for lp in out.rollout_log_probs)
