@@ -150,12 +150,14 @@ class _Builder:
                 message = f"not given; {_needed(annotation)} is needed" + (f": {doc}" if doc else "")
                 self.problems.append((join(key, name), message))
         for name, value in given.items():
-            origin = self.origin(join(key, name))
-            as_default = origin is not None and origin.resolved and _same(value, defaults[name])
-            if as_default:
-                self.explicit -= {inner for inner in self.explicit if inner.startswith(join(key, name) + ".")}
-            elif not dataclasses.is_dataclass(value):
-                self.explicit.add(join(key, name))
+            full = join(key, name)
+            origin = self.origin(full)
+            if dataclasses.is_dataclass(value):
+                continue
+            if origin is not None and origin.resolved and _same(value, defaults[name]):
+                self.explicit = {other for other in self.explicit if not other.startswith(f"{full}.")}
+            else:
+                self.explicit.add(full)
         if len(self.problems) > before[0] or self.incomplete or len(values) < len(keys):
             return _INVALID
         return self.instance(cls, values, key, clean=len(self.lints) == before[1])

@@ -314,5 +314,5 @@ def test_only_what_was_changed_counts_as_set_in_a_resolved_config(tmp_path):
     again, explicit_again = load(Run, file)
     assert again == run
     assert explicit_again == explicit
-    assert load(Run, file, ["steps=10"])[1] == explicit | {"steps"}
+    assert load(Run, file, ["steps=10", "source.path=train.jsonl"])[1] == explicit | {"steps", "source.path"}
     assert "optim.final_fraction" in problems_of("optim.final_fraction=0.1", source=file)
