@@ -109,9 +109,8 @@ def draw(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -> None:
     else:
         drawers = {"lines": _draw_lines, "events": _draw_events, "stack": _draw_stack, "phases": _draw_lines}
         drawers[plot.kind](ax, plot, runs, palette)
+    if len(runs) == 1 or plot.kind not in ("stack", "phases"):
         ax.set_xlabel("step", color=palette.ink, fontsize=8, loc="right", labelpad=1)
-    if len(runs) > 1 and plot.kind in ("stack", "phases"):
-        unit += ", median"
     _format_values(ax, plot)
     ax.text(0, 1.04, unit, transform=ax.transAxes, color=palette.ink, fontsize=8, va="bottom")
     for step in runs[0].resumed if len(runs) == 1 else ():
@@ -244,6 +243,8 @@ def _draw_stack(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) -
         if not plot.find([run]):
             continue
         steps, stack = layers(plot, run)
+        if len(runs) > 1:
+            stack = {label: seconds for label, seconds in stack.items() if np.median(seconds) > 0}
         labels += [label for label in stack if label not in labels]
         if len(runs) > 1:
             bottom = 0.0

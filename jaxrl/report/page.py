@@ -104,6 +104,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
     if np.isfinite(run.times).any():
         start = datetime.datetime.fromtimestamp(float(np.nanmin(run.times)), datetime.UTC)
         parts.append(f"{start:%Y-%m-%d %H:%M} UTC")
+    if run.curves.resumed:
+        parts.append("dotted lines: the run was resumed here")
     return f"<p>{escape(' · '.join(part for part in parts if part))}</p>"
 
 
@@ -198,6 +200,8 @@ def _figure(plot: plots.Plot, runs: Sequence[Run], curves: Sequence[Curves]) -> 
         change = f"<span>{escape(what + (f'{first} → {last}' if first != last else last))}</span>"
     elif len(runs) == 1 and plot.kind == "stack":
         note = _shares(plot, curves[0])
+    elif len(runs) > 1 and plot.kind in ("stack", "phases"):
+        note = "The median step of each run."
     note = f"<p>{escape(note)}</p>" if note else ""
     return (
         f'<figure id="plot-{escape(plot.key)}"><figcaption><h3>{escape(plot.title)}</h3>{change}</figcaption>'
@@ -374,6 +378,7 @@ summary{cursor:pointer;padding:11px 16px;font-weight:600}
 details>pre,details>.plots,details>.pair{margin:0;padding:12px 16px;border-top:1px solid var(--line)}
 details figure{border:0;padding:6px}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:24px;align-items:start}
+@media(max-width:700px){.tiles{grid-template-columns:repeat(2,1fr)}dd{font-size:16px}}
 .sample{border-top:1px solid var(--line)}
 .prompt{padding:10px 16px;background:var(--bg)}
 .prompt b{font-size:12px;color:var(--ink)}

@@ -97,15 +97,6 @@ PLOTS: tuple[Plot, ...] = (
         note="Cut by the token limit; they often earn nothing whatever they say.",
     ),
     Plot(
-        key="zero_spread",
-        title="Groups without a signal",
-        section=POLICY,
-        form="percent",
-        floor=True,
-        lines=((r"algo/zero_spread_fraction", "equal rewards"),),
-        note="All completions of the prompt earned the same: nothing to learn from it.",
-    ),
-    Plot(
         key="entropy",
         title="Entropy",
         section=POLICY,
@@ -151,6 +142,15 @@ PLOTS: tuple[Plot, ...] = (
         lines=((r"algo/ratio_mean", "mean"), (r"algo/ratio_(?!mean$)(.+)", "{0}")),
         note="New over old probability of the sampled tokens; 1 is no change.",
     ),
+    Plot(
+        key="zero_spread",
+        title="Groups without a signal",
+        section=POLICY,
+        form="percent",
+        floor=True,
+        lines=((r"algo/zero_spread_fraction", "equal rewards"),),
+        note="All completions of the prompt earned the same: nothing to learn from it.",
+    ),
     Plot(key="loss", title="Loss", section=POLICY, lines=((r"loss/(.+)", "{0}"),)),
     Plot(
         key="grad_norm",
@@ -163,6 +163,7 @@ PLOTS: tuple[Plot, ...] = (
         title="Learning rate",
         section=POLICY,
         exact=True,
+        floor=True,
         lines=((r"optim/learning_rate", "learning rate"),),
     ),
     Plot(
