@@ -1,0 +1,268 @@
+"""What holds for every choice of the family: finite values, exact sums, masks that mask."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.algorithms.losses import finish_metrics, loss_weights, merge_metrics, policy_loss
+from jaxrl.algorithms.presets import PRESETS
+from jaxrl.batch import TrainBatch
+
+FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
+
+VARIANTS = {
+    "clip": AlgoConfig(),
+    "dual": AlgoConfig(clip_dual=3.0),
+    "sequence": AlgoConfig(ratio_level="sequence"),
+    "sequence_sum": AlgoConfig(ratio_level="sequence_sum", aggregation="sequence_mean"),
+    "cispo": AlgoConfig(objective="cispo"),
+    "reinforce": AlgoConfig(objective="reinforce"),
+    "mask": AlgoConfig(sampler_correction="mask", sampler_level="sequence"),
+    "off_policy_mask": AlgoConfig(off_policy_mask=0.1),
+    "k2": AlgoConfig(kl_coef=0.1, kl_estimator="k2"),
+    "k3": AlgoConfig(kl_coef=0.1, kl_estimator="k3", kl_unbiased=True),
+    "k3plus": AlgoConfig(kl_coef=0.1, kl_estimator="k3plus"),
+    "entropy": AlgoConfig(entropy_coef=0.01),
+    "nll": AlgoConfig(objective="nll"),
+}
+
+
+def make_batch(rows=4, length=16, seed=0, **given):
+    """Rows of two sequences each, with an unscored token before each, and 2 tokens of padding."""
+    rng = np.random.default_rng(seed)
+    segments = np.zeros((rows, length), np.int32)
+    segments[:, :6], segments[:, 6 : length - 2] = 1, 2
+    mask = (segments > 0).astype(np.float32)
+    mask[:, [0, 6]] = 0.0
+
+    def noise(scale=0.3):
+        return rng.normal(-1.5, scale, (rows, length)).astype(np.float32)
+
+    fields = {
+        "tokens": segments,
+        "positions": segments,
+        "segment_ids": segments,
+        "loss_mask": mask,
+        "loss_weights": mask / mask.sum(),
+        "advantages": rng.normal(size=(rows, length)).astype(np.float32),
+        "rollout_log_probs": noise(),
+        "old_log_probs": noise(),
+        "ref_log_probs": noise(),
+    }
+    return noise(), np.abs(noise()), TrainBatch(**(fields | given))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def loss_and_gradient(log_probs, entropies, batch, config):
+    return jax.value_and_grad(policy_loss, argnums=(0, 1), has_aux=True)(log_probs, entropies, batch, config)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shift", [100.0, -100.0, -np.inf])
+def test_extreme_log_ratios_give_finite_values_and_gradients(variant, shift):
+    log_probs, entropies, batch = make_batch()
+    log_probs[0, 3] += shift
+    log_probs[1, 8:12] += shift
+    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
+    assert np.isfinite(loss)
+    for grad in grads:
+        assert np.isfinite(grad).all()
+    assert all(np.isfinite(value) for value in finish_metrics(metrics).values())
+
+
+@pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
+def test_impossible_tokens_of_the_other_policies_give_finite_values_and_gradients(field):
+    log_probs, entropies, batch = make_batch()
+    getattr(batch, field)[0, 3] = -np.inf
+    for variant in ("clip", "sequence", "k3", "mask", "cispo"):
+        (loss, _), grads = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
+        assert np.isfinite(loss)
+        assert np.isfinite(grads[0]).all()
+
+
+def test_not_a_number_at_a_scored_token_is_not_hidden():
+    log_probs, entropies, batch = make_batch()
+    log_probs[0, 3] = np.nan
+    (loss, _), _ = loss_and_gradient(log_probs, entropies, batch, AlgoConfig())
+    assert np.isnan(loss)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_not_scored_does_not_matter(variant):
+    log_probs, entropies, batch = make_batch()
+    expected = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
+    off = batch.loss_mask == 0
+    arrays = (log_probs, entropies, batch.advantages, batch.old_log_probs, batch.ref_log_probs)
+    for array in (*arrays, batch.rollout_log_probs):
+        array[off] = np.nan
+    found = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert not np.asarray(found[1][0])[off].any()
+
+
+def test_everything_masked_gives_zero_weights_a_finite_loss_and_no_gradient():
+    config = AlgoConfig(kl_coef=0.1, entropy_coef=0.1)
+    log_probs, entropies, batch = make_batch(loss_mask=np.zeros((4, 16), np.float32))
+    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
+    assert float(loss) == 0.0
+    assert not np.asarray(grads[0]).any() and not np.asarray(grads[1]).any()
+    assert all(np.isfinite(value) for value in finish_metrics(metrics).values())
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        for empty in ("count", "skip"):
+            config = AlgoConfig(aggregation=aggregation, empty_sequences=empty, mask_truncated=True)
+            for tokens, truncated in (([0, 0], [False, False]), ([3, 5], [True, True])):
+                weights = loss_weights(
+                    np.array(tokens), config, max_completion_tokens=8, truncated=np.array(truncated)
+                )
+                np.testing.assert_array_equal(weights, np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in ("nll", "reinforce", "cispo")])
+def test_without_old_log_probs_the_ratio_is_exactly_one_and_its_gradient_alive(variant):
+    log_probs, entropies, batch = make_batch(old_log_probs=None, rollout_log_probs=None)
+    config = VARIANTS[variant]
+    if config.sampler_correction != "none":
+        config = AlgoConfig(**{**vars(config), "sampler_correction": "none"})
+    (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
+    finished = finish_metrics(metrics)
+    assert finished["algo/ratio_max"] == 1.0
+    np.testing.assert_allclose(finished["algo/ratio_mean"], 1.0, rtol=1e-6)
+    assert finished["algo/clip_fraction"] == 0.0 and finished["algo/kl_old"] == 0.0
+    np.testing.assert_allclose(
+        finished["loss/policy"], -np.sum(batch.loss_weights * batch.advantages), rtol=1e-5, atol=1e-7
+    )
+    if config.ratio_level == "token" and not config.kl_coef:
+        np.testing.assert_allclose(grads[0], -batch.loss_weights * batch.advantages, rtol=1e-5, atol=1e-9)
+
+
+def test_zero_advantages_give_exactly_no_gradient():
+    log_probs, entropies, batch = make_batch(advantages=np.zeros((4, 16), np.float32))
+    for variant in ("clip", "dual", "sequence", "cispo", "reinforce"):
+        _, grads = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
+        assert not np.asarray(grads[0]).any()
+
+
+def test_entropy_bonus_raises_entropy_by_the_loss_weights():
+    log_probs, entropies, batch = make_batch()
+    (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, AlgoConfig(entropy_coef=0.25))
+    np.testing.assert_allclose(grads[1], -0.25 * batch.loss_weights, rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics["loss/entropy"], -0.25 * np.sum(batch.loss_weights * entropies), rtol=1e-5
+    )
+
+
+def test_parts_of_the_loss_add_up():
+    log_probs, entropies, batch = make_batch()
+    config = AlgoConfig(kl_coef=0.1, entropy_coef=0.1)
+    (loss, metrics), _ = loss_and_gradient(log_probs, entropies, batch, config)
+    parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
+    np.testing.assert_allclose([parts, metrics["loss/total"]], [loss, loss], rtol=1e-6)
+
+
+def test_supervised_loss_is_the_mean_negative_log_likelihood_and_needs_nothing_else():
+    log_probs, entropies, batch = make_batch(
+        advantages=None, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None
+    )
+    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, AlgoConfig(**PRESETS["sft"]))
+    np.testing.assert_allclose(loss, -log_probs[batch.loss_mask > 0].mean(), rtol=1e-6)
+    np.testing.assert_allclose(grads[0], -batch.loss_weights, rtol=1e-6)
+    assert set(finish_metrics(metrics)) == {"loss/policy", "loss/total", "algo/entropy"}
+
+
+def test_missing_log_probs_are_refused():
+    log_probs, entropies, batch = make_batch(ref_log_probs=None, rollout_log_probs=None)
+    with pytest.raises(ValueError, match="ref_log_probs"):
+        policy_loss(log_probs, entropies, batch, AlgoConfig(kl_coef=0.1, sampler_correction="none"))
+    with pytest.raises(ValueError, match="rollout_log_probs"):
+        policy_loss(log_probs, entropies, batch, AlgoConfig())
+    policy_loss(log_probs, entropies, batch, AlgoConfig(sampler_correction="none"))
+
+
+@pytest.mark.parametrize("variant", ["clip", "sequence", "mask", "k3", "entropy"])
+def test_one_device_eight_devices_and_micro_batches_agree(variant):
+    config = VARIANTS[variant]
+    log_probs, entropies, batch = make_batch(rows=8)
+    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
+    expected = finish_metrics(metrics)
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    sharded = jax.device_put((log_probs, entropies, batch), NamedSharding(mesh, PartitionSpec("data")))
+    (loss_8, metrics_8), grads_8 = loss_and_gradient(*sharded, config)
+    np.testing.assert_allclose(loss_8, loss, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(grads_8[0], grads[0], rtol=1e-5, atol=1e-8)
+
+    halves = [
+        jax.tree.map(lambda x, s=s: x[s], (log_probs, entropies, batch)) for s in (slice(0, 4), slice(4, 8))
+    ]
+    parts = [loss_and_gradient(*half, config) for half in halves]
+    np.testing.assert_allclose(sum(p[0][0] for p in parts), loss, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(np.concatenate([p[1][0] for p in parts]), grads[0], rtol=1e-5, atol=1e-8)
+    empty = jax.tree.map(jnp.zeros_like, metrics)
+    merged = functools.reduce(merge_metrics, [p[0][1] for p in parts], empty)
+    for found in (finish_metrics(metrics_8), finish_metrics(merged)):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_sampler_difference_is_measured_between_the_same_weights():
+    log_probs, entropies, batch = make_batch()
+    scored = batch.loss_mask > 0
+    for old in (batch.old_log_probs, None):
+        batch_of = TrainBatch(**{**vars(batch), "old_log_probs": old})
+        (_, metrics), _ = loss_and_gradient(log_probs, entropies, batch_of, AlgoConfig())
+        trainer = log_probs if old is None else old
+        difference = np.abs(batch.rollout_log_probs - trainer)[scored]
+        found = finish_metrics(metrics)
+        np.testing.assert_allclose(found["sampler/log_prob_diff_mean"], difference.mean(), rtol=1e-5)
+        np.testing.assert_allclose(found["sampler/log_prob_diff_max"], difference.max(), rtol=1e-5)
+        ratio = np.exp(trainer - batch.rollout_log_probs)[scored]
+        np.testing.assert_allclose(found["sampler/weight_mean"], np.minimum(ratio, 2.0).mean(), rtol=1e-5)
+        np.testing.assert_allclose(found["sampler/clipped_fraction"], (ratio > 2.0).mean(), rtol=1e-5)
+
+
+# How the weights of one update average a loss: against the aggregation of other libraries.
+
+
+@pytest.mark.parametrize(
+    "golden, settings, factor",
+    [
+        ("verl_token-mean", {"aggregation": "token_mean"}, 1),
+        ("tunix_token-mean", {"aggregation": "token_mean"}, 1),
+        ("verl_seq-mean-token-mean", {"aggregation": "sequence_mean", "empty_sequences": "skip"}, 1),
+        ("tunix_sequence-mean-token-mean", {"aggregation": "sequence_mean"}, 1),
+        (
+            "verl_seq-mean-token-sum",
+            {"aggregation": "constant", "constant_length_tokens": 1, "empty_sequences": "skip"},
+            1,
+        ),
+        ("tunix_sequence-mean-token-scale", {"aggregation": "constant", "constant_length_tokens": 7}, 1),
+        ("tunix_sequence-mean-token-sum-norm", {"aggregation": "constant", "constant_length_tokens": 1}, 1),
+        # This one divides by T only, not by the number of sequences.
+        ("verl_seq-mean-token-sum-norm", {"aggregation": "constant"}, 6),
+    ],
+)
+def test_weights_aggregate_as_other_libraries_do(golden, settings, factor):
+    goldens, mask = np.load(FOLDER / "kl_entropy_agg.npz"), np.load(FOLDER / "inputs.npz")["mask"]
+    weights = loss_weights(mask.sum(1), AlgoConfig(**settings), max_completion_tokens=7)
+    assert weights.dtype == np.float32 and weights.shape == (6,)
+    found = factor * np.sum(weights[:, None] * mask * goldens["loss_mat"])
+    np.testing.assert_allclose(found, goldens[f"agg_{golden}"], atol=2e-6)
+
+
+def test_truncated_sequences_are_masked_only_when_asked():
+    tokens, truncated = np.array([4, 8, 2, 8]), np.array([False, True, False, True])
+    keep = loss_weights(tokens, AlgoConfig(), max_completion_tokens=8, truncated=truncated)
+    np.testing.assert_allclose(keep, np.full(4, 1 / 22), rtol=1e-6)
+    config = AlgoConfig(mask_truncated=True)
+    masked = loss_weights(tokens, config, max_completion_tokens=8, truncated=truncated)
+    np.testing.assert_allclose(masked, [1 / 6, 0, 1 / 6, 0], rtol=1e-6)
+    config = AlgoConfig(mask_truncated=True, aggregation="sequence_mean", empty_sequences="skip")
+    masked = loss_weights(tokens, config, max_completion_tokens=8, truncated=truncated)
+    np.testing.assert_allclose(masked, [1 / 8, 0, 1 / 4, 0], rtol=1e-6)
