@@ -127,7 +127,7 @@ def policy_loss(
     if config.entropy_coef:
         per_token["loss/entropy"] = -config.entropy_coef * terms.entropies
 
-    weights = terms.mask * batch.loss_weights
+    weights = jnp.where(terms.mask > 0, batch.loss_weights, 0.0)
     losses = {name: jnp.sum(weights * values) for name, values in per_token.items()}
     losses["loss/total"] = sum(losses.values(), start=jnp.float32(0))
     return losses["loss/total"], jax.lax.stop_gradient({**losses, **_metrics(terms, config)})
