@@ -65,7 +65,8 @@ elif [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
 fi
 
 say "installing the packages of requirements.lock (about 1.2 GB on disk)"
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore)
+pip=(.venv/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore)
+[ -t 1 ] || pip+=(--quiet) # progress bars are for people
 "${pip[@]}" -r requirements.lock
 "${pip[@]}" --no-deps --no-build-isolation -e .
 echo "$wanted" >"$stamp"
