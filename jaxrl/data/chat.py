@@ -35,7 +35,7 @@ class TrainingRow:
     tokens: np.ndarray
     """[T] int32."""
     loss_mask: np.ndarray
-    """[T] float32: 1 at the tokens that are learned, an assistant's message and the stop token that ends it."""
+    """[T] float32: 1 at what is learned, an assistant's message and the stop token that ends it."""
     example: Row
 
 
@@ -159,14 +159,14 @@ class Renderer:
             after = self._render(messages[: turn + 1], add_generation_prompt=False)
             if not before.startswith(text):
                 raise ConfigError(
-                    "the chat template rewrites earlier messages when later ones follow, so one row cannot train all of "
-                    "them as they were sampled; set it to last, or give each answer a row of its own",
+                    "the chat template rewrites earlier messages when later ones follow, so one row cannot "
+                    "train all of them as they were sampled; set it to last, or give each answer a row of its own",
                     f"{self.section}.train_on",
                 )
             if not after.startswith(before):
                 raise ConfigError(
-                    f"the chat template's generation prompt is not how it begins an assistant's message: {before[-60:]!r} "
-                    f"against {after[max(0, len(before) - 60) :][:120]!r}",
+                    "the chat template's generation prompt is not how it begins an assistant's message: "
+                    f"{before[-60:]!r} against {after[max(0, len(before) - 60) :][:120]!r}",
                     f"{self.section}.chat_template",
                 )
             context = self._continue(ids, text, before)
@@ -213,7 +213,7 @@ class Renderer:
 
 
 def _learned(answer: Sequence[int], stop_ids: Sequence[int]) -> int:
-    """How many tokens of an assistant's part are learned: up to its stop token, not what the template writes after it."""
+    """How many tokens of an assistant's part are learned: up to its stop token, not what follows it."""
     stops = [i for i, token in enumerate(answer) if token in stop_ids]
     return stops[-1] + 1 if stops else len(answer)
 

@@ -16,9 +16,9 @@ class DataConfig:
 
     source: str = setting(
         "arithmetic",
-        "arithmetic, gsm8k, jsonl, parquet, hf, or the import path of a function (pkg.module:name or file.py:name) "
-        "that returns rows: anything with __len__ and __getitem__(i) -> dict. It is called with path and split, "
-        "where they are given, and with the options",
+        "arithmetic, gsm8k, jsonl, parquet, hf, or the import path of a function (pkg.module:name or "
+        "file.py:name) that returns rows: anything with __len__ and __getitem__(i) -> dict. It is called "
+        "with path and split, where they are given, and with the options",
     )
     path: str | None = setting(
         None,

@@ -31,7 +31,7 @@ class BatchConfig:
 
     micro_batch_tokens: int = setting(
         8192,
-        "tokens of one forward and backward pass over all devices, padding included; peak memory grows with it",
+        "tokens of one forward and backward pass over all devices, padding included; sets the peak memory",
     )
     row_tokens: int | None = setting(
         None, "tokens of a packed row; null: as long as the longest sequence can be (prompt + completion)"
@@ -45,9 +45,7 @@ class BatchConfig:
         if self.row_tokens is not None and self.micro_batch_tokens < self.row_tokens:
             yield (
                 "micro_batch_tokens",
-                (
-                    f"{self.micro_batch_tokens} is less than one row of {self.row_tokens} tokens (batch.row_tokens)"
-                ),
+                (f"{self.micro_batch_tokens} is less than one row, of batch.row_tokens {self.row_tokens}"),
             )
 
     def shape(self, longest_tokens: int, num_shards: int = 1) -> tuple[int, int]:
@@ -64,14 +62,14 @@ class BatchConfig:
         length = self.row_tokens or longest_tokens
         if length < longest_tokens:
             raise ConfigError(
-                f"a row of {length} tokens has no room for the longest sequence, of {longest_tokens} (prompt + completion)",
+                f"{length} has no room for the longest sequence, of {longest_tokens} (prompt + completion)",
                 "batch.row_tokens",
             )
         rows = self.micro_batch_tokens // length // num_shards * num_shards
         if rows == 0:
             raise ConfigError(
-                f"{self.micro_batch_tokens} has no room for {num_shards} row(s) of {length} tokens, one for each "
-                f"data-parallel device; needed are at least {num_shards * length}",
+                f"{self.micro_batch_tokens} has no room for {num_shards} row(s) of {length} tokens, one for "
+                f"each data-parallel device; needed are at least {num_shards * length}",
                 "batch.micro_batch_tokens",
             )
         return rows, length
@@ -79,7 +77,7 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """One prompt with its completion. Arrays are [n], aligned to the token they describe; None stands for zeros."""
+    """A prompt with its completion. Arrays are [n], aligned to the token they describe; None means zeros."""
 
     tokens: np.ndarray
     """[n] ids."""
@@ -126,7 +124,7 @@ def micro_batches_needed(
 def pack(
     sequences: list[Sequence], *, row_tokens: int, rows_per_micro_batch: int, max_micro_batches: int
 ) -> tuple[TrainBatch, int, PackIndex]:
-    """Sequences in rows: (batch of numpy arrays [M, R, T], number of micro-batches that are not empty, index).
+    """Sequences in rows: (batch of numpy arrays [M, R, T], number of non-empty micro-batches, index).
 
     First-fit decreasing finds how many micro-batches are needed; the sequences are then spread evenly over
     their rows, longest first, each into the emptiest row, so that devices that share the rows have like
@@ -147,15 +145,15 @@ def pack(
         raise ValueError("pack: an empty sequence")
     if (lengths > row_tokens).any():
         raise ConfigError(
-            f"a sequence of {lengths.max()} tokens has no room in a row of {row_tokens}; needed is at least that many",
+            f"a sequence of {lengths.max()} tokens has no room in a row of {row_tokens}",
             "batch.row_tokens",
         )
     row_of, num_rows = _first_fit(lengths, row_tokens)
     used = -(-num_rows // rows_per_micro_batch)
     if used > max_micro_batches:
         raise ConfigError(
-            f"{len(sequences)} sequences need {used} micro-batches of {rows_per_micro_batch} rows of {row_tokens} tokens, "
-            f"and there is room for {max_micro_batches}",
+            f"{len(sequences)} sequences need {used} micro-batches of {rows_per_micro_batch} rows of "
+            f"{row_tokens} tokens, and there is room for {max_micro_batches}",
             "batch.micro_batch_tokens",
         )
     spread = _emptiest_first(lengths, row_tokens, used * rows_per_micro_batch)
@@ -190,7 +188,7 @@ def pack(
 
 
 def unpack(array: np.ndarray, index: PackIndex) -> list[np.ndarray]:
-    """The part of ``array`` [M, R, T, ...] that belongs to each sequence: B arrays [n, ...], in the order of ``pack``."""
+    """What of ``array`` [M, R, T, ...] belongs to each sequence: B arrays [n, ...], in ``pack``'s order."""
     places = zip(index.micro_batch, index.row, index.start, index.length, strict=True)
     return [array[m, r, start : start + n] for m, r, start, n in places]
 
@@ -206,7 +204,7 @@ def _first_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
 
 
 def _emptiest_first(lengths: np.ndarray, room: int, num_rows: int) -> np.ndarray | None:
-    """Row of each sequence, longest first into the emptiest of ``num_rows``; None when this leaves one without room."""
+    """Row of each sequence, longest first into the emptiest of ``num_rows``; None when one has no room."""
     row_of = np.zeros(len(lengths), np.int64)
     free = np.full(num_rows, room, np.int64)
     for i in np.argsort(-lengths, kind="stable"):

@@ -57,8 +57,8 @@ class Examples:
                 self.fingerprint = zlib.crc32(tokens.tobytes(), self.fingerprint)
             elif overlong == "error":
                 raise ConfigError(
-                    f"row {index} has {len(tokens)} tokens, more than {key} {max_tokens}; needed is a larger limit, or "
-                    "drop to leave such rows out",
+                    f"row {index} has {len(tokens)} tokens, more than {key} {max_tokens}; needed is a larger "
+                    "limit, or drop to leave such rows out",
                     f"{section}.overlong",
                 )
             if time.monotonic() > next_report:
@@ -124,7 +124,7 @@ def load_prompts(
 
 
 class PromptIterator:
-    """P prompts at a time. With finite epochs the last batch may be smaller; endless, batches run across epochs.
+    """P prompts at a time. Batches run across epochs; with finite epochs the very last may be smaller.
 
     Raises: as ``prompt_examples``.
     """

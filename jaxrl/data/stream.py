@@ -84,9 +84,9 @@ class Stream:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
-                    f"the data is not what it was when this state was saved: {name} was {state.get(name)}, now it is "
-                    f"{value}. Give the same data, templates, tokenizer and seed to continue, or begin a new run from "
-                    "the saved weights",
+                    f"the data is not what it was when this state was saved: {name} was {state.get(name)}, "
+                    f"now it is {value}. Give the same data, templates, tokenizer and seed to continue, or "
+                    "begin a new run from the saved weights",
                     self._section,
                 )
         self.close()
@@ -131,14 +131,14 @@ class Stream:
 
 
 class _Item:
-    """A value or an error; opaque to grain, which would take a dict or tuple apart, and lose an error's cause."""
+    """A value or an error; opaque to grain, which would take a dict or tuple apart."""
 
     def __init__(self, value: Any = None, error: Exception | None = None):
         self.value, self.error = value, error
 
 
 class _Caught:
-    """The dataset with errors of the user's making as items, so that they arrive whole from a worker process."""
+    """The dataset with errors of the user's making as items, so that they arrive whole from a worker."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset

@@ -55,7 +55,8 @@ def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
         folder = _download(name, key)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{name!r} has no tokenizer.json; transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            f"{name!r} has no tokenizer.json; transformers writes one: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
             key,
         )
     try:
@@ -149,7 +150,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Text of a conversation by the chat template (the tokenizer's own for None), whose variables are passed on.
+        """Text of a conversation by the chat template (None: the tokenizer's own), given its variables.
 
         The template writes BOS where the model wants one, so the text goes to ``encode``, which adds none.
 
@@ -214,7 +215,8 @@ def _download(name: str, key: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
     except Exception as error:  # no connection, no such model, no access: many types
         raise ConfigError(
-            f"{name!r} is no folder here, and fetching it from the Hugging Face hub failed: {type(error).__name__}: {error}",
+            f"{name!r} is no folder here, and fetching it from the Hugging Face hub failed: "
+            f"{type(error).__name__}: {error}",
             key,
         ) from error
 

@@ -50,7 +50,7 @@ def problems(config: DataConfig) -> Iterable[tuple[str, str]]:
                 (
                     f"{config.source!r} is no source"
                     + (f"; did you mean {hint!r}?" if hint else "")
-                    + f" Built in are {', '.join(names())}; your own is given as pkg.module:name or file.py:name"
+                    + f" Built in are {', '.join(names())}; your own is pkg.module:name or file.py:name"
                 ),
             )
         return
@@ -105,7 +105,10 @@ def open_source(config: DataConfig, section: str = "data") -> Rows:
 
 
 class Rows:
-    """A source with its errors told in the user's terms. ``user_code`` is the import path of a user's source, or ""."""
+    """A source with its errors told in the user's terms.
+
+    ``user_code`` is the import path of a user's source, or "".
+    """
 
     def __init__(self, source: Source, size: int, user_code: str, section: str):
         self.source, self.size, self.user_code, self.section = source, size, user_code, section
@@ -122,11 +125,11 @@ class Rows:
             if not self.user_code:
                 raise
             raise UserCodeError(
-                f"{self.section}.source: {self.user_code} failed at row {index}: {type(error).__name__}: {error}"
+                f"{self.section}.source: row {index} of {self.user_code}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(row, Mapping):
             raise UserCodeError(
-                f"{self.section}.source: row {index} of {self.user_code} is a {type(row).__name__}; needed is a dict"
+                f"{self.section}.source: row {index} of {self.user_code} is no dict but {type(row).__name__}"
             )
         return row
 

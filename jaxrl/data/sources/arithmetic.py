@@ -1,8 +1,8 @@
 """Made-up sums such as "12+34=", with train and test splits that share no problem. Needs no download.
 
-Columns: ``question`` ("12+34="), ``gold`` ("46", always right) and ``answer`` (the same, except for the share of
-``label_noise``). All problems of the given size are numbered, a keyed permutation puts the numbers in random
-order, and the last tenth of that order is the test split.
+Columns: ``question`` ("12+34="), ``gold`` ("46", always right) and ``answer`` (the same, except for the share
+of ``label_noise``). All problems of the given size are numbered, a keyed permutation puts the numbers in
+random order, and the last tenth of that order is the test split.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ HUB_NAME = "openai/gsm8k"
 
 
 def load(path: str | None = None, split: str | None = None) -> Gsm8k:
-    """Rows of the JSONL file ``path``, or without one of the hub's dataset, whose splits are train and test."""
+    """Rows of the JSONL file ``path``; without one, of the hub's dataset with its splits train and test."""
     if path is None:
         return Gsm8k(hf.load(HUB_NAME, split or "train", name="main"))
     return Gsm8k(jsonl.load(path))

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or local folders in its layout, through the ``datasets`` package (extra ``hf``)."""
+"""Datasets of the Hugging Face hub, or folders in its layout, through ``datasets`` (the extra ``hf``)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def load(path: str, split: str = "train", *, name: str | None = None, revision: 
         import datasets
     except ModuleNotFoundError:
         raise ConfigError(
-            "Hugging Face datasets need the datasets package: pip install 'jaxrl[hf]'. Without it, give the rows as a "
-            "file, with source jsonl or parquet",
+            "Hugging Face datasets need the datasets package: pip install 'jaxrl[hf]'. Without it, give the "
+            "rows as a file, with source jsonl or parquet",
             "path",
         ) from None
     try:

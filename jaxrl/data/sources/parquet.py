@@ -1,4 +1,4 @@
-"""Parquet files, memory-mapped. Needs pyarrow (the ``hf`` extra brings it)."""
+"""Parquet files, memory-mapped."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class ParquetRows:
         self.table = self._read()
 
     def _read(self) -> Any:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ModuleNotFoundError:
-            raise ConfigError("Parquet needs pyarrow: pip install 'jaxrl[hf]'", "path") from None
+        import pyarrow
+        import pyarrow.parquet
+
         tables: list[Any] = []
         for file in self.files:
             try:
@@ -40,9 +38,9 @@ class ParquetRows:
             except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(f"{file} cannot be read as Parquet: {error}", "path") from None
             if tables[-1].schema.names != tables[0].schema.names:
+                first = tables[0].schema.names
                 raise ConfigError(
-                    f"{file} has columns {tables[-1].schema.names}, {self.files[0]} has {tables[0].schema.names}",
-                    "path",
+                    f"{file} has columns {tables[-1].schema.names}, {self.files[0]} has {first}", "path"
                 )
         return pyarrow.concat_tables(tables, promote_options="permissive")
 
