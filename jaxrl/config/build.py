@@ -177,7 +177,8 @@ class _Builder:
             try:
                 presets = cls.presets(dict(given))
             except ConfigError as error:
-                self.problems += [(join(key, name), message) for name, message in error.problems]
+                for name, message in error.problems:
+                    self.refuse(join(key, name), message)
                 presets = {}
             if strange := set(presets) - set(declared):
                 raise TypeError(f"{cls.__name__}.presets returns {sorted(strange)}, which are no keys of it")
@@ -192,7 +193,8 @@ class _Builder:
         try:
             made = cls(**values)
         except ConfigError as error:
-            self.problems += [(join(key, name), message) for name, message in error.problems]
+            for name, message in error.problems:
+                self.refuse(join(key, name), message)
             return _INVALID
         start = key + "." if key else ""
         explicit = frozenset(name.removeprefix(start) for name in self.explicit if name.startswith(start))

@@ -60,8 +60,8 @@ def _set(layer: Layer, parts: list[str], text: str, cls: type) -> None:
             child = holder.get(index)
         if child is None:
             child = _start(annotation, part, below)
-            # Of what is copied only what differs from its default counts as set by the user.
-            layer.origins[here] = Origin("default", resolved=True)
+            if child:  # of what is copied only what differs from its default counts as set by the user
+                layer.origins[here] = Origin("default", resolved=True)
             if isinstance(index, int) and index == len(holder):
                 holder.append(child)
             else:
