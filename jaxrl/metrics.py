@@ -228,7 +228,11 @@ class MetricsWriter:
 
             purge_step = None if resume_step is None else resume_step + 1
             folder = str(self.run_dir / TENSORBOARD_FOLDER)
-            self._tensorboard = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)
+            # The suffix keeps two segments of the same second apart.
+            suffix = f".{resume_step or 0}"
+            self._tensorboard = SummaryWriter(
+                folder, purge_step=purge_step, flush_secs=10, filename_suffix=suffix
+            )
         if config.wandb:
             self._wandb = _start_wandb(self.run_dir, config.wandb, run_config)
         self.event("start" if resume_step is None else "resume", step=resume_step or 0, **environment())

@@ -2,7 +2,8 @@
 
 import sys
 
+from jaxrl.config import run_cli
 from jaxrl.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cli(main))

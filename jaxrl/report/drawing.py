@@ -39,7 +39,7 @@ class Palette:
 LIGHT = Palette(
     "#57606a",
     "#e4e8ec",
-    ("#0969da", "#d9660a", "#12876a", "#9a4fc4", "#b8890b", "#c8386f", "#2aa5c9", "#5b6b2f", "#8c959f"),
+    ("#0969da", "#d9660a", "#12876a", "#9a4fc4", "#a87b00", "#c8386f", "#1b91b5", "#5b6b2f", "#848d97"),
 )
 DARK = Palette(
     "#9aa4af",
