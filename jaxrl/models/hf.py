@@ -170,8 +170,7 @@ def read_params(
         leaf = _at(params, t.path)
         if leaf is None:
             leaf = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=sharding)()
-        starts = [i or 0 for i in t.index] + [0] * (len(shape.shape) - len(t.index))
-        leaf = _write(leaf, value, np.asarray(starts, np.int32), t.index, t.matrix)
+        leaf = _write(leaf, value, _starts(t, leaf), len(t.index), t.matrix)
         _put(params, t.path, jax.block_until_ready(leaf))  # at most one tensor on its way
         done += 1
         if time.monotonic() - told > 10:
@@ -188,23 +187,18 @@ def _read_sharded(files, name, t: Tensor, shape, spec, mesh) -> jax.Array:
 
     if mesh is None:
         return jnp.asarray(read((slice(None),) * len(t.shape)))
-    # Axes of our slice in the order of the array; of those that make up one axis there, only the first may be
-    # sharded.
-    entries = [
-        s
-        for i, s in enumerate([*spec, *[None] * (len(shape) - len(spec))])
-        if i >= len(t.index) or t.index[i] is None
-    ]
-    sizes = [n for i, n in enumerate(shape) if i >= len(t.index) or t.index[i] is None]
-    if t.matrix:
-        ours = PartitionSpec(entries[_first_out_axis(sizes, t.shape[1])], entries[0])
-    else:
-        ours = PartitionSpec(*entries[: len(t.shape)])
+    # Of our axes that make up one axis there (heads and head dim), only the first is ever sharded.
+    sizes, axes = shape[len(t.index) :], [*spec, *[None] * (len(shape) - len(spec))][len(t.index) :]
+    ours = (
+        PartitionSpec(axes[_first_out_axis(sizes, t.shape[1])], axes[0])
+        if t.matrix
+        else PartitionSpec(axes[0])
+    )
     return jax.make_array_from_callback(t.shape, NamedSharding(mesh, ours), read)
 
 
-def _first_out_axis(sizes: list[int], width_in: int) -> int:
-    """The axis of our slice [in..., out...] at which the axes of the input, of product ``width_in``, end."""
+def _first_out_axis(sizes: tuple[int, ...], width_in: int) -> int:
+    """The axis of our entry [in..., out...] at which the axes of the input, of product ``width_in``, end."""
     axis, product = 0, 1
     while product < width_in:
         product *= sizes[axis]
@@ -212,25 +206,26 @@ def _first_out_axis(sizes: list[int], width_in: int) -> int:
     return axis
 
 
+def _starts(t: Tensor, leaf: jax.Array) -> np.ndarray:
+    """Where the entry begins in our array; an array, so that all entries share one compiled program."""
+    return np.asarray([*t.index, *[0] * (leaf.ndim - len(t.index))], np.int32)
+
+
 @partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
-def _write(leaf: jax.Array, value: jax.Array, starts: jax.Array, index: tuple[int | None, ...], matrix: bool):
+def _write(leaf: jax.Array, value: jax.Array, starts: jax.Array, leading: int, matrix: bool) -> jax.Array:
     """``leaf`` with ``value`` at ``starts``, in place."""
-    index = tuple(0 if i is not None else None for i in index)
-    sizes = _slice_shape(leaf.shape, index)
+    sizes = (1,) * leading + leaf.shape[leading:]
     value = (value.T if matrix else value).reshape(sizes).astype(leaf.dtype)
     return jax.lax.dynamic_update_slice(leaf, value, list(starts))
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _extract(leaf: jax.Array, starts: jax.Array, index, shape: tuple[int, ...], matrix: bool, dtype: str):
+def _extract(
+    leaf: jax.Array, starts: jax.Array, leading: int, shape: tuple[int, ...], matrix: bool, dtype: str
+):
     """The inverse of ``_write``."""
-    value = jax.lax.dynamic_slice(leaf, list(starts), _slice_shape(leaf.shape, index)).astype(dtype)
+    value = jax.lax.dynamic_slice(leaf, list(starts), (1,) * leading + leaf.shape[leading:]).astype(dtype)
     return value.reshape(shape[::-1]).T if matrix else value.reshape(shape)
-
-
-def _slice_shape(shape: tuple[int, ...], index: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Shape of the slice with 1 for each axis at a fixed place."""
-    return tuple(1 if i < len(index) and index[i] is not None else n for i, n in enumerate(shape))
 
 
 def _at(tree: Any, path: tuple[str, ...]) -> Any:
@@ -258,9 +253,7 @@ def named_arrays(
 def to_host(params: Params, t: Tensor, dtype: str | None = None) -> np.ndarray:
     """One checkpoint tensor as a numpy array, gathered from all processes."""
     leaf = _at(params, t.path)
-    starts = np.asarray([i or 0 for i in t.index] + [0] * (leaf.ndim - len(t.index)), np.int32)
-    masked = tuple(None if i is None else 0 for i in t.index)
-    value = _extract(leaf, starts, masked, t.shape, t.matrix, dtype or str(leaf.dtype))
+    value = _extract(leaf, _starts(t, leaf), len(t.index), t.shape, t.matrix, dtype or str(leaf.dtype))
     if not value.is_fully_addressable:
         value = jax.jit(lambda x: x, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(value)
     return np.asarray(value)

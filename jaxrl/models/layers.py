@@ -86,11 +86,13 @@ class Attention(nnx.Module):
         self.config = config
         d, n, k, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.q = param(rngs, (d, n, h), ("embed", "heads", None), dtype, d)
-        self.kv = param(rngs, (d, 2, k, h), ("embed", None, "kv_heads", None), dtype, d)
+        self.k = param(rngs, (d, k, h), ("embed", "kv_heads", None), dtype, d)
+        self.v = param(rngs, (d, k, h), ("embed", "kv_heads", None), dtype, d)
         self.out = param(rngs, (n, h, d), ("heads", None, "embed"), dtype, 2 * n * h * config.num_layers)
         if config.qkv_bias:
             self.q_bias = param(rngs, (n, h), ("heads", None), dtype, 0)
-            self.kv_bias = param(rngs, (2, k, h), (None, "kv_heads", None), dtype, 0)
+            self.k_bias = param(rngs, (k, h), ("kv_heads", None), dtype, 0)
+            self.v_bias = param(rngs, (k, h), ("kv_heads", None), dtype, 0)
         if config.qk_norm == "head":
             self.q_norm = RMSNorm(config, (h,), (None,), dtype=dtype)
             self.k_norm = RMSNorm(config, (h,), (None,), dtype=dtype)
@@ -103,12 +105,10 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens."""
         config, dtype = self.config, context.dtype
-        q = jnp.einsum("btd,dnh->btnh", x, self.q[...].astype(dtype))
-        kv = jnp.einsum("btd,dckh->btckh", x, self.kv[...].astype(dtype))
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
         if config.qkv_bias:
-            q = q + self.q_bias[...].astype(dtype)
-            kv = kv + self.kv_bias[...].astype(dtype)
-        k, v = kv[:, :, 0], kv[:, :, 1]
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            q, k, v = (y + bias[...].astype(dtype) for y, bias in zip((q, k, v), biases, strict=True))
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         turn = context.rope_tables[kind.rope]
@@ -140,27 +140,25 @@ def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
 
-def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """act(gate) * up for ``gate_up`` [..., 2, F]: SwiGLU or GeGLU (Shazeer, arXiv:2002.05202)."""
-    act = jax.nn.silu if activation == "silu" else lambda x: jax.nn.gelu(x, approximate=True)
-    return act(gate_up[..., 0, :]) * gate_up[..., 1, :]
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """The gate's nonlinearity: SiLU, or GELU in its tanh form."""
+    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 class Mlp(nnx.Module):
-    """Gated MLP."""
+    """down(act(gate(x)) * up(x)): SwiGLU or GeGLU (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
         self.activation = config.activation
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_up = param(rngs, (d, 2, f), ("embed", None, "mlp"), dtype, d)
+        self.gate = param(rngs, (d, f), ("embed", "mlp"), dtype, d)
+        self.up = param(rngs, (d, f), ("embed", "mlp"), dtype, d)
         self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        gate_up = jnp.einsum("btd,dcf->btcf", x, self.gate_up[...].astype(context.dtype))
-        gate_up = context.constrain(gate_up, "batch", None, None, "mlp")
-        return jnp.einsum(
-            "btf,fd->btd", gated(gate_up, self.activation), self.down[...].astype(context.dtype)
-        )
+        gate, up, down = (w[...].astype(context.dtype) for w in (self.gate, self.up, self.down))
+        hidden = activation(self.activation, x @ gate) * (x @ up)
+        return context.constrain(hidden, "batch", None, "mlp") @ down
 
 
 class Layer(nnx.Module):

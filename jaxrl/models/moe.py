@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import Context, gated, param
+from jaxrl.models.layers import Context, activation, param
 from jaxrl.sharding import BATCH_AXES, batch_shards
 
 
@@ -26,7 +26,8 @@ class Moe(nnx.Module):
         self.moe, self.activation = config.moe, config.activation
         d, f, e = config.hidden_size, config.intermediate_size, config.moe.num_experts
         self.router = param(rngs, (d, e), ("embed", None), dtype, d)
-        self.gate_up = param(rngs, (e, d, 2, f), (None, "embed", None, "mlp"), dtype, d)
+        self.gate = param(rngs, (e, d, f), (None, "embed", "mlp"), dtype, d)
+        self.up = param(rngs, (e, d, f), (None, "embed", "mlp"), dtype, d)
         self.down = param(rngs, (e, f, d), (None, "mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -47,37 +48,34 @@ class Moe(nnx.Module):
         return y, (counts, jnp.einsum("bte,bt->e", probs, real))
 
     def _experts(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, context: Context) -> jax.Array:
-        gate_up, down = self.gate_up[...].astype(context.dtype), self.down[...].astype(context.dtype)
+        gate, up, down = (w[...].astype(context.dtype) for w in (self.gate, self.up, self.down))
         mesh = context.mesh
         if mesh is None:
-            return sorted_experts(x, weights, chosen, gate_up, down, self.activation)
+            return sorted_experts(x, weights, chosen, gate, up, down, self.activation)
         rows = PartitionSpec(BATCH_AXES if x.shape[0] % batch_shards(mesh) == 0 else None)
         width = "tensor" if down.shape[1] % mesh.shape["tensor"] == 0 else None
+        into, out_of = PartitionSpec(None, None, width), PartitionSpec(None, width)
 
         def local(*args):
             y = sorted_experts(*args, self.activation)
             return jax.lax.psum(y, "tensor") if width else y
 
         return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(rows, rows, rows, PartitionSpec(None, None, None, width), PartitionSpec(None, width)),
-            out_specs=rows,
-        )(x, weights, chosen, gate_up, down)
+            local, mesh=mesh, in_specs=(rows, rows, rows, into, into, out_of), out_specs=rows
+        )(x, weights, chosen, gate, up, down)
 
 
-def sorted_experts(x, weights, chosen, gate_up, down, activation: str) -> jax.Array:
+def sorted_experts(x, weights, chosen, gate, up, down, act: str) -> jax.Array:
     """sum_k weights[..., k] * expert_{chosen[..., k]}(x) for x [B, T, D], weights and chosen [B, T, k],
-    gate_up [E, D, 2, F], down [E, F, D]."""
-    experts, d, _, f = gate_up.shape
+    gate and up [E, D, F], down [E, F, D]."""
+    experts, d, _ = gate.shape
     per_token = chosen.shape[-1]
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
     rows = x.reshape(-1, d)[order // per_token]
-    hidden = jax.lax.ragged_dot(rows, gate_up.reshape(experts, d, 2 * f), sizes)
-    out = jax.lax.ragged_dot(gated(hidden.reshape(-1, 2, f), activation), down, sizes)
-    out = out * weights.reshape(-1)[order][:, None]
-    back = jnp.argsort(order)  # undo the sort: a gather, whose gradient is a gather too
+    hidden = activation(act, jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    out = jax.lax.ragged_dot(hidden, down, sizes) * weights.reshape(-1)[order][:, None]
+    back = jnp.argsort(order)  # undo the sort
     return out[back].reshape(*chosen.shape, d).sum(-2)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import SINGLE, STACKED
 
-Index = tuple[int | None, ...]
+Index = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,17 +58,13 @@ def _layer(config: ModelConfig) -> Iterator[Tensor]:
     d, h = config.hidden_size, config.head_dim
     q, kv = config.num_heads * h, config.num_kv_heads * h
     yield _norm("input_layernorm", "attention_norm", d)
-    projections: tuple[tuple[str, int, str, Index], ...] = (
-        ("q", q, "q", ()), ("k", kv, "kv", (None, 0)), ("v", kv, "kv", (None, 1)),
-    )  # fmt: skip
-    for name, width, ours, index in projections:
-        path = ("attention", ours)
-        yield Tensor(
-            name=f"self_attn.{name}_proj.weight", shape=(width, d), path=path, index=index, matrix=True
-        )
+    for name, width in (("q", q), ("k", kv), ("v", kv)):
+        path = ("attention", name)
+        yield Tensor(name=f"self_attn.{name}_proj.weight", shape=(width, d), path=path, matrix=True)
         if config.qkv_bias:
-            path = ("attention", f"{ours}_bias")
-            yield Tensor(name=f"self_attn.{name}_proj.bias", shape=(width,), path=path, index=index[1:])
+            yield Tensor(
+                name=f"self_attn.{name}_proj.bias", shape=(width,), path=("attention", f"{name}_bias")
+            )
     if config.qk_norm:
         whole = config.qk_norm == "projection"
         for name, width in (("q_norm", q if whole else h), ("k_norm", kv if whole else h)):
@@ -93,11 +89,9 @@ def _norm(name: str, ours: str, width: int) -> Tensor:
 
 def _mlp(config: ModelConfig, name: str, parts: tuple[str, str, str], index: Index) -> Iterator[Tensor]:
     d, f = config.hidden_size, config.intermediate_size
-    gate, up, down = (f"{name}.{part}.weight" for part in parts)
-    path = ("mlp", "gate_up")
-    yield Tensor(name=gate, shape=(f, d), path=path, index=(*index, None, 0), matrix=True)
-    yield Tensor(name=up, shape=(f, d), path=path, index=(*index, None, 1), matrix=True)
-    yield Tensor(name=down, shape=(d, f), path=("mlp", "down"), index=index, matrix=True)
+    for part, ours in zip(parts, ("gate", "up", "down"), strict=True):
+        shape = (d, f) if ours == "down" else (f, d)
+        yield Tensor(name=f"{name}.{part}.weight", shape=shape, path=("mlp", ours), index=index, matrix=True)
 
 
 def _experts(config: ModelConfig) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Causal attention with grouped queries, sliding window, soft cap and packed segments.
 
-A query sees a key of its own segment whose position is at most its own and, with a window of w, larger than its own minus w.
-Scores and softmax are float32 whatever the inputs are.
+A query sees a key of its own segment whose position is at most its own and, with a window of w, larger than
+its own minus w. Scores and softmax are float32 whatever the inputs are.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def attention(
         q: [B, T, N, H].
         k, v: [B, S, K, H]; N is a multiple of K, query head n uses kv head n // (N / K).
         q_positions, kv_positions: int [B, T] and [B, S] (or [1, S]).
-        q_segments, kv_segments: int [B, T] and [B, S], both or neither; tokens of different segments do not see each other.
+        q_segments, kv_segments: int [B, T] and [B, S], both or neither; tokens of different segments do not
+            see each other.
         window: tokens a query sees, itself included; None: all earlier ones.
         soft_cap: scores become cap * tanh(scores / cap) (Gemma 2, arXiv:2408.00118).
-        implementation: ``reference`` holds all [T, S] scores, ``chunked`` those of BLOCK queries at a time, also in the
-            backward pass; None: chunked from LONG queries on.
+        implementation: ``reference`` holds all [T, S] scores, ``chunked`` those of BLOCK queries at a time,
+            also in the backward pass; None: chunked from LONG queries on.
 
     Returns:
         [B, T, N, H] in the dtype of ``v``; zeros for a query that sees nothing.
@@ -71,17 +72,20 @@ def _attend(q, k, v, visible, soft_cap, scale):
     """Attention of q [B, T, N, H] over all keys with a mask [B, T, S]."""
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    group = heads // kv_heads
+    # Batch axes first: the order in which a kv cache lies, so that no key is moved.
+    q = q.reshape(batch, length, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     mask = visible[:, None, None]
     # A finite fill and a guarded sum: a query that sees nothing gives 0, not NaN, in value and in gradient.
     scores = jnp.where(mask, scores, -1e30)
     weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
-    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
-    return out.reshape(batch, length, heads, dim)
+    total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (out / total).astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
 def _over_blocks(block, q, positions, segments):
