@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +16,11 @@ ESTIMATORS = ["k1", "k2", "k3", "k3plus"]
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_value_and_gradient(estimator):
     x, goldens = np.load(FOLDER / "inputs.npz"), np.load(FOLDER / "kl_entropy_agg.npz")
-    value = estimate(x["logp"], x["ref_logp"], estimator)
-    np.testing.assert_allclose(value, goldens[f"kl_{estimator}"], atol=2e-6)
+    on_host = estimate(x["logp"], x["ref_logp"], estimator)
+    on_device = estimate(jnp.asarray(x["logp"]), jnp.asarray(x["ref_logp"]), estimator)
+    assert isinstance(on_host, np.ndarray) and isinstance(on_device, jax.Array)
+    for value in (on_host, on_device):
+        np.testing.assert_allclose(value, goldens[f"kl_{estimator}"], atol=2e-6)
     gradient = jax.grad(lambda p: (estimate(p, x["ref_logp"], estimator) * x["mask"]).sum())(x["logp"])
     np.testing.assert_allclose(gradient, goldens[f"kl_{estimator}_grad_of_masked_sum"], atol=2e-6)
 
