@@ -55,7 +55,8 @@ def markdown(cls: type) -> str:
         parts += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for row in table.rows:
             default = f"`{row.default}`" if row.default else "required"
-            cells = [f"`{row.name}`", f"`{row.type}`", default, row.doc]
+            doc = row.doc.replace("<", "&lt;").replace("*", "\\*")
+            cells = [f"`{row.name}`", f"`{row.type}`", default, doc]
             escaped = [" ".join(cell.split()).replace("|", "\\|") for cell in cells]
             parts.append(f"| {' | '.join(escaped)} |")
         parts.append("")

@@ -36,6 +36,7 @@ def test_every_key_is_described_with_type_default_and_meaning():
     docs = "File of rows, one JSON object a line."
     for part in (docs, "held.source", "rewards.terms.N", "constant | cosine | linear"):
         assert part in text and part.replace("|", "\\|") in table
+    assert "to <folder>/*.json" in text and "to &lt;folder>/\\*.json" in table
     assert "## optim" in table and "`Optim`" in table
     rows = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {5}

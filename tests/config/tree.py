@@ -52,7 +52,7 @@ class Source:
 @config
 class Held:
     source: Source = factory(lambda: Source(path="test.jsonl"), "held-out rows")
-    every: int = setting(0, "steps between evaluations")
+    every: int = setting(0, "steps between evaluations, to <folder>/*.json")
 
 
 @config
