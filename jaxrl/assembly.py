@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints, shapes_with
 from jaxrl.config import ConfigError
+from jaxrl.data.packing import micro_batches_needed
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.engine import Engine
@@ -64,25 +65,23 @@ class Assembly:
     """Hugging Face folder the model comes from; None for a model from scratch."""
 
     @property
-    def row_tokens(self) -> int:
-        """Length of a packed row: as given, or the longest sequence that training can meet, to a multiple of 8 tokens."""
+    def longest_tokens(self) -> int:
+        """Longest sequence that training can meet, prompt and completion, to a multiple of 8 tokens."""
         config = self.config
-        longest = config.data.max_prompt_tokens + (0 if config.algo.supervised else config.rollout.max_new_tokens)
-        return config.batch.row_tokens or -(-longest // 8) * 8
+        if config.algo.supervised:
+            longest = config.batch.row_tokens or config.data.max_prompt_tokens
+        else:
+            longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        return -(-longest // 8) * 8 if config.batch.row_tokens is None else longest
 
     @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of a micro-batch: what fits into ``batch.micro_batch_tokens``, a multiple of the mesh's data x fsdp size."""
-        shards = batch_shards(self.mesh)
-        return max(1, self.config.batch.micro_batch_tokens // self.row_tokens // shards) * shards
-
-    @property
-    def max_micro_batches(self) -> int:
-        """Micro-batches that the sequences of one update can need at most: every sequence in a row of its own."""
+    def batch_shape(self) -> tuple[int, int, int]:
+        """(M, R, T) of the update's batch: most micro-batches, rows of one, tokens of a row."""
         config = self.config
+        rows, length = config.batch.shape(self.longest_tokens, batch_shards(self.mesh))
         group = 1 if config.algo.supervised else config.rollout.group_size
         sequences = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
-        return -(-sequences // self.rows_per_micro_batch)
+        return micro_batches_needed(sequences, self.longest_tokens, length, rows), rows, length
 
     @property
     def vocab_limit(self) -> int:
@@ -94,7 +93,11 @@ class Assembly:
         config = self.config
         temperature = 1.0 if config.algo.supervised else config.rollout.temperature
         return StepSpec(
-            model=self.model, mesh=self.mesh, algo=config.algo, temperature=temperature, vocab_limit=self.vocab_limit
+            model=self.model,
+            mesh=self.mesh,
+            algo=config.algo,
+            temperature=temperature,
+            vocab_limit=self.vocab_limit,
         )
 
     def engine(self) -> Engine:
@@ -191,8 +194,10 @@ def assemble(config: RunConfig) -> Assembly:
         attention=source.attention,
         mesh=mesh if mesh.size > 1 else None,
     )
-    model.specs(mesh)  # refuses a tensor axis that does not divide the heads
-    return Assembly(config, mesh, tokenizer, model, folder)
+    parts = Assembly(config, mesh, tokenizer, model, folder)
+    model.specs(mesh)  # refuses a tensor axis that does not divide the heads,
+    parts.batch_shape  # noqa: B018  and this a row without room, before anything is loaded
+    return parts
 
 
 def split_checkpoint(path: str, key: str) -> tuple[Path, int | None]:
@@ -202,7 +207,10 @@ def split_checkpoint(path: str, key: str) -> tuple[Path, int | None]:
     if folder.parent.name == "checkpoints" and folder.name.isdigit():
         folder, step = folder.parent.parent, int(folder.name)
     if not (folder / "checkpoints").is_dir():
-        raise ConfigError(f"{path!r}: needs the folder of a run with checkpoints in it, or one <run>/checkpoints/<step>", key)
+        raise ConfigError(
+            f"{path!r}: needs the folder of a run with checkpoints in it, or one <run>/checkpoints/<step>",
+            key,
+        )
     return folder, step
 
 

@@ -68,7 +68,9 @@ class Rollouts:
     def take(self, groups: Sequence[int]) -> Rollouts:
         """The groups of the given prompts only (indexes into the P prompts)."""
         rows = [p * self.group_size + g for p in groups for g in range(self.group_size)]
-        prompts = {f.name: [getattr(self.prompts, f.name)[p] for p in groups] for f in dataclasses.fields(Prompts)}
+        prompts = {
+            f.name: [getattr(self.prompts, f.name)[p] for p in groups] for f in dataclasses.fields(Prompts)
+        }
         return dataclasses.replace(
             self,
             prompts=Prompts(**prompts),

@@ -29,7 +29,9 @@ class CheckpointConfig:
     keep_last: int = setting(2, "newest checkpoints that stay")
     keep_every: int | None = setting(None, "checkpoints at multiples of this many steps stay for good")
     keep_best: int = setting(0, "best checkpoints that stay, by best_metric")
-    best_metric: str = setting("eval/pass_at_1", "logged metric that ranks checkpoints for keep_best (its latest value counts)")
+    best_metric: str = setting(
+        "eval/pass_at_1", "logged metric that ranks checkpoints for keep_best (its latest value counts)"
+    )
     best_mode: Literal["max", "min"] = setting("max", "whether more or less of best_metric is better")
     asynchronous: bool = setting(True, "write in the background while the next step runs")
 
@@ -48,7 +50,9 @@ class Checkpoints:
     ``save`` or by ``close``. A checkpoint that was not completely written has no final name and is never listed.
     """
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig | None = None, *, read_only: bool = False):
+    def __init__(
+        self, run_dir: str | Path, config: CheckpointConfig | None = None, *, read_only: bool = False
+    ):
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as policies
 
@@ -56,7 +60,9 @@ class Checkpoints:
         self.config = config or CheckpointConfig()
         self.directory = Path(run_dir).resolve() / "checkpoints"
         if read_only and not self.directory.is_dir():
-            raise ConfigError(f"{self.directory}: no such folder; needed is the folder of a run that has checkpoints")
+            raise ConfigError(
+                f"{self.directory}: no such folder; needed is the folder of a run that has checkpoints"
+            )
         keep: list[Any] = [policies.LatestN(self.config.keep_last)]
         if self.config.keep_every:
             keep.append(policies.EveryNSteps(self.config.keep_every))
@@ -96,7 +102,9 @@ class Checkpoints:
         """The newest complete checkpoint's step, or None."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, state: TrainState, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def save(
+        self, step: int, state: TrainState, meta: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> None:
         """Write the state after ``step`` steps. ``meta`` is JSON-able; ``metrics`` are the latest logged values."""
         args = self._ocp.args
         ranked = {k: float(v) for k, v in metrics.items() if k == self.config.best_metric}
@@ -128,7 +136,9 @@ class Checkpoints:
 
     def _restore(self, step: int, **items) -> Any:
         if step not in self.steps():
-            raise ConfigError(f"{self.directory}: no complete checkpoint of step {step}; there are {self.steps()}")
+            raise ConfigError(
+                f"{self.directory}: no complete checkpoint of step {step}; there are {self.steps()}"
+            )
         try:
             return self._manager.restore(step, args=self._ocp.args.Composite(**items))
         except (ValueError, KeyError) as error:

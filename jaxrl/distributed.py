@@ -35,7 +35,9 @@ def start() -> None:
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
         missing = [name for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if name not in env]
         if missing:
-            raise ConfigError(f"JAX_COORDINATOR_ADDRESS is set ({address}) but {' and '.join(missing)} not: set all three")
+            raise ConfigError(
+                f"JAX_COORDINATOR_ADDRESS is set ({address}) but {' and '.join(missing)} not: set all three"
+            )
         jax.distributed.initialize(address, int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
     elif env.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(env.get("MEGASCALE_NUM_SLICES", "1")) > 1:
         jax.distributed.initialize()

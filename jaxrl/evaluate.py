@@ -1,8 +1,8 @@
 """python -m jaxrl.evaluate: pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.
 
-    python -m jaxrl.evaluate --run runs/quickstart                       # newest checkpoint, the run's own settings
-    python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
-    python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
+python -m jaxrl.evaluate --run runs/quickstart                       # newest checkpoint, the run's own settings
+python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
+python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[st
     passed = task >= config.rewards.pass_threshold
     found = {
         "eval/pass_at_1": float(passed.mean()),
-        "eval/reward_mean": float(np.nanmean(scores.rewards)) if np.isfinite(scores.rewards).any() else math.nan,
+        "eval/reward_mean": float(np.nanmean(scores.rewards))
+        if np.isfinite(scores.rewards).any()
+        else math.nan,
         "eval/length_mean": float(completions.lengths.mean()),
         "eval/truncated_fraction": float(completions.truncated.mean()),
         "eval/prompts": float(len(passed)),
@@ -151,8 +153,12 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
 
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; instead of --config")
-        parser.add_argument("--output", metavar="FILE", help="also write the metrics and every completion as JSON")
+        parser.add_argument(
+            "--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; instead of --config"
+        )
+        parser.add_argument(
+            "--output", metavar="FILE", help="also write the metrics and every completion as JSON"
+        )
 
     run, argv = config_of_run(argv)
     config, given = parse(
@@ -164,13 +170,20 @@ def main(argv: Sequence[str]) -> int:
     if run:
         config = dataclasses.replace(config, init_from=run)
     if not config.rewards.terms:
-        raise ConfigError("no reward is given; evaluation needs at least one to score completions", "rewards.terms")
+        raise ConfigError(
+            "no reward is given; evaluation needs at least one to score completions", "rewards.terms"
+        )
     distributed.start()
     parts = assemble(config)
     prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
     params = parts.refresh()(parts.initial_params())
-    with contextlib.closing(Scorer(config.rewards, parts.mesh)) as scorer, Progress(1, config.metrics.progress) as progress:
-        found, completions, scores = evaluate(parts, parts.engine(), params, prompts, scorer, progress=progress)
+    with (
+        contextlib.closing(Scorer(config.rewards, parts.mesh)) as scorer,
+        Progress(1, config.metrics.progress) as progress,
+    ):
+        found, completions, scores = evaluate(
+            parts, parts.engine(), params, prompts, scorer, progress=progress
+        )
     if distributed.is_first():
         for name, value in found.items():
             print(f"{name:28} {value:.4f}")

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jaxrl import distributed
 from jaxrl.batch import Rollouts
 from jaxrl.rewards.config import RewardsConfig
-from jaxrl.rewards.model import RewardModel
 from jaxrl.rewards.pool import RewardPool, Scores
 
 
@@ -19,7 +18,7 @@ class Scorer:
     """Scores rollouts with every term of ``config``. Close it: it owns processes."""
 
     def __init__(self, config: RewardsConfig, mesh: Mesh):
-        self._models = {term.title: RewardModel(term, mesh) for term in config.model_terms}
+        self._models = {term.title: load_reward_model(term, mesh) for term in config.model_terms}
         self._pool = RewardPool(config) if distributed.is_first() else None
 
     def score(self, rollouts: Rollouts) -> Scores:
@@ -33,10 +32,21 @@ class Scorer:
         told = None
         if self._pool is not None:
             scores = self._pool.score(prompts, rollouts.texts, list(rollouts.tokens), columns, given=given)
-            told = [scores.rewards.tolist(), {k: v.tolist() for k, v in scores.parts.items()}, scores.errors, scores.answers]
+            told = [
+                scores.rewards.tolist(),
+                {k: v.tolist() for k, v in scores.parts.items()},
+                scores.errors,
+                scores.answers,
+            ]
         rewards, parts, errors, answers = distributed.broadcast(told)
         return Scores(np.array(rewards), {k: np.array(v) for k, v in parts.items()}, errors, answers)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+
+
+def load_reward_model(term, mesh: Mesh):
+    from jaxrl.rewards.model import RewardModel
+
+    return RewardModel(term, mesh)

@@ -54,7 +54,10 @@ class EvalConfig:
         if self.limit is not None and self.limit < 1:
             yield "limit", f"{self.limit}: needs at least 1 row, or null for all"
         if self.samples > 1 and self.temperature == 0:
-            yield "temperature", f"0 (greedy) makes all {self.samples} samples of a prompt equal; needs > 0, or eval.samples 1"
+            yield (
+                "temperature",
+                f"0 (greedy) makes all {self.samples} samples of a prompt equal; needs > 0, or eval.samples 1",
+            )
         yield from sampling_problems(dataclasses.replace(self, max_new_tokens=self.max_new_tokens or 1))
 
     @property
@@ -75,7 +78,9 @@ class RunConfig:
         "what to do when the run's folder has checkpoints. auto: continue, or start when there are none; must: continue, or fail; "
         "never: set them aside and start anew; null: refuse",
     )
-    init_from: str | None = setting(None, "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>")
+    init_from: str | None = setting(
+        None, "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>"
+    )
     model: ModelSource = factory(ModelSource, "which decoder")
     mesh: MeshConfig = factory(MeshConfig, "how the devices are split")
     data: DataConfig = factory(DataConfig, "training prompts")
@@ -110,16 +115,23 @@ class RunConfig:
         """``data`` with what ``eval`` says otherwise, in the order of the source."""
         given = {k: getattr(self.eval, k) for k in ("source", "path", "split", "options")}
         given = {k: v for k, v in given.items() if v is not None}
-        return dataclasses.replace(self.data, **given, limit=self.eval.limit, shuffle=False, epochs=1, workers=0)
+        return dataclasses.replace(
+            self.data, **given, limit=self.eval.limit, shuffle=False, epochs=1, workers=0
+        )
 
     @property
     def eval_sampling(self) -> Sampling:
         fields = {f.name: getattr(self.eval, f.name) for f in dataclasses.fields(Sampling)}
-        return Sampling(**{**fields, "max_new_tokens": self.eval.max_new_tokens or self.rollout.max_new_tokens})
+        return Sampling(
+            **{**fields, "max_new_tokens": self.eval.max_new_tokens or self.rollout.max_new_tokens}
+        )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            yield "name", f"{self.name!r}: letters, digits, '.', '_' and '-' only, so that it cannot leave output_dir"
+            yield (
+                "name",
+                f"{self.name!r}: letters, digits, '.', '_' and '-' only, so that it cannot leave output_dir",
+            )
         if self.steps is not None and self.steps < 1:
             yield "steps", f"{self.steps}: needs at least 1"
         if self.steps is None and self.data.epochs is None:
@@ -128,7 +140,11 @@ class RunConfig:
             yield "seed", f"{self.seed}: needs a number from 0 to 2**31 - 1"
         if self.steps is None and (self.optim.schedule != "constant"):
             yield "steps", f"optim.schedule {self.optim.schedule!r} needs to know the number of steps"
-        if self.profile.start_step is not None and self.steps is not None and self.profile.start_step > self.steps:
+        if (
+            self.profile.start_step is not None
+            and self.steps is not None
+            and self.profile.start_step > self.steps
+        ):
             yield "profile.start_step", f"{self.profile.start_step} comes after the last step ({self.steps})"
         yield from self._sampling_problems()
 
@@ -141,20 +157,29 @@ class RunConfig:
             yield "rewards.terms", "no reward is given; needs at least one, for example [{name: math_answer}]"
         least = self.algo.minimum_group_size
         if self.rollout.group_size < least:
-            yield "rollout.group_size", (
-                f"{self.rollout.group_size}: advantage {self.algo.advantage!r} compares the completions of a prompt, "
-                f"so a group needs at least {least}"
+            yield (
+                "rollout.group_size",
+                (
+                    f"{self.rollout.group_size}: advantage {self.algo.advantage!r} compares the completions of a prompt, "
+                    f"so a group needs at least {least}"
+                ),
             )
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self.rollout, key) != off:
-                yield f"rollout.{key}", (
-                    f"{getattr(self.rollout, key)}: training would score another distribution than the sampler's; "
-                    f"needs {off} (off). Evaluation may use eval.{key}"
+                yield (
+                    f"rollout.{key}",
+                    (
+                        f"{getattr(self.rollout, key)}: training would score another distribution than the sampler's; "
+                        f"needs {off} (off). Evaluation may use eval.{key}"
+                    ),
                 )
         if self.algo.num_minibatches > self.data.prompts_per_step * self.rollout.group_size:
-            yield "algo.num_minibatches", (
-                f"{self.algo.num_minibatches} minibatches of {self.data.prompts_per_step} prompts x "
-                f"{self.rollout.group_size} completions: some would be empty"
+            yield (
+                "algo.num_minibatches",
+                (
+                    f"{self.algo.num_minibatches} minibatches of {self.data.prompts_per_step} prompts x "
+                    f"{self.rollout.group_size} completions: some would be empty"
+                ),
             )
 
     def dead_options(self, explicit: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -175,15 +200,35 @@ class RunConfig:
         no_eval = "no evaluation is asked for (eval.every, eval.at_start, eval.at_end)"
         schedule = f"optim.schedule is {self.optim.schedule}"
         return [
-            (supervised, [f"rollout.{key}" for key in sampling], "supervised training samples only in evaluation (eval.*)"),
+            (
+                supervised,
+                [f"rollout.{key}" for key in sampling],
+                "supervised training samples only in evaluation (eval.*)",
+            ),
             (supervised and not held_out, ["rollout", "rewards"], f"supervised training, and {no_eval}"),
             (not held_out, [key for key in eval_keys if key not in switches], no_eval),
-            (self.eval.temperature == 0, ["eval.top_k", "eval.top_p", "eval.min_p"], "eval.temperature is 0 (greedy)"),
-            (not supervised, ["data.completion", "data.train_on"], "completions are sampled, not read from the data"),
+            (
+                self.eval.temperature == 0,
+                ["eval.top_k", "eval.top_p", "eval.min_p"],
+                "eval.temperature is 0 (greedy)",
+            ),
+            (
+                not supervised,
+                ["data.completion", "data.train_on"],
+                "completions are sampled, not read from the data",
+            ),
             (self.optim.schedule == "constant", ["optim.final_fraction"], schedule),
-            (not self.checkpoint.keep_best, ["checkpoint.best_metric", "checkpoint.best_mode"], "checkpoint.keep_best is 0"),
+            (
+                not self.checkpoint.keep_best,
+                ["checkpoint.best_metric", "checkpoint.best_mode"],
+                "checkpoint.keep_best is 0",
+            ),
             (self.profile.start_step is None, ["profile.num_steps"], "profile.start_step is null"),
-            (self.rewards.workers == 0, ["rewards.timeout_seconds"], "rewards.workers is 0: functions run in this process"),
+            (
+                self.rewards.workers == 0,
+                ["rewards.timeout_seconds"],
+                "rewards.workers is 0: functions run in this process",
+            ),
         ]
 
 
@@ -199,5 +244,7 @@ def parse(
     Raises:
         ConfigError: everything that is wrong with it, at once.
     """
-    command = loader.parse_cli(argv, prog=prog, description=description, cls=RunConfig, add_options=add_options)
+    command = loader.parse_cli(
+        argv, prog=prog, description=description, cls=RunConfig, add_options=add_options
+    )
     return command.config, command.options

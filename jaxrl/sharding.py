@@ -98,7 +98,9 @@ def spec_for(
 
 def named(mesh: Mesh, specs):
     """A tree of PartitionSpec as a tree of NamedSharding."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+    )
 
 
 def batch_spec(num_dims: int, batch_dim: int = 0) -> PartitionSpec:

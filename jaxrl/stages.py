@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxrl.algorithms import advantages as adv
 from jaxrl.algorithms.filters import keep_groups, spread
@@ -18,7 +18,8 @@ from jaxrl.algorithms.kl import estimate
 from jaxrl.algorithms.losses import loss_weights
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.batch import Rollouts, TrainBatch
-from jaxrl.data.packing import TrainSequence, pack, unpack
+from jaxrl.data.packing import PackIndex, pack, unpack
+from jaxrl.data.packing import Sequence as TrainSequence
 from jaxrl.data.pipeline import PromptIterator, TrainingRows
 from jaxrl.distributed import to_host
 from jaxrl.metrics import PhaseTimer
@@ -88,7 +89,11 @@ def collect(
             progress.update("rewards")
             scores = scorer.score(rollouts)
         sampled.append(Collected(rollouts, scores, {}))
-        keep = keep_groups(_task(config, scores)) if config.algo.dynamic_sampling else np.ones(len(prompts), bool)
+        keep = (
+            keep_groups(_task(config, scores))
+            if config.algo.dynamic_sampling
+            else np.ones(len(prompts), bool)
+        )
         if keep.any():
             kept.append(_select(sampled[-1], np.flatnonzero(keep).tolist()))
         if not config.algo.dynamic_sampling or sum(len(c.rollouts.prompts) for c in kept) >= wanted:
@@ -227,7 +232,8 @@ def minibatches(
             num_tokens = np.array([s.loss_mask.sum() for s in part])
             weights = loss_weights(num_tokens, algo, max_completion_tokens=config.rollout.max_new_tokens)
             part = [
-                dataclasses.replace(s, loss_weights=w * s.loss_mask) for s, w in zip(part, weights, strict=True)
+                dataclasses.replace(s, loss_weights=w * s.loss_mask)
+                for s, w in zip(part, weights, strict=True)
             ]
             batch, count, _ = _packed(parts, part)
             yield batch, count
@@ -247,12 +253,13 @@ def mean_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-def _packed(parts: Assembly, sequences: list[TrainSequence]):
+def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex]:
+    """Packed and on device: batch [M, R, T], number of real micro-batches, and where each sequence lies."""
+    most, rows, length = parts.batch_shape
     batch, count, index = pack(
-        sequences, parts.row_tokens, parts.rows_per_micro_batch, max_micro_batches=parts.max_micro_batches
+        sequences, row_tokens=length, rows_per_micro_batch=rows, max_micro_batches=most
     )
-    on_device = put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES))
-    return on_device, put(np.int32(count), parts.mesh), index
+    return put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES)), put(np.int32(count), parts.mesh), index
 
 
 def _sequence_kl(s: TrainSequence, estimator: str) -> float:
@@ -269,7 +276,9 @@ def _select(collected: Collected, groups: list[int]) -> Collected:
     size = collected.rollouts.group_size
     rows = np.array([p * size + g for p in groups for g in range(size)], int)
     s = collected.scores
-    scores = Scores(s.rewards[rows], {k: v[rows] for k, v in s.parts.items()}, s.errors, [s.answers[i] for i in rows])
+    scores = Scores(
+        s.rewards[rows], {k: v[rows] for k, v in s.parts.items()}, s.errors, [s.answers[i] for i in rows]
+    )
     return Collected(collected.rollouts.take(groups), scores, {})
 
 

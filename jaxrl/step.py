@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,13 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     learning_rate: float = setting(1e-6, "peak learning rate")
-    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "shape after the warm-up, down to final_fraction at the last update")
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "shape after the warm-up, down to final_fraction at the last update"
+    )
     warmup_steps: int = setting(0, "updates of linear warm-up from 0")
-    final_fraction: float = setting(0.0, "learning rate at the end as a fraction of the peak (linear, cosine)")
+    final_fraction: float = setting(
+        0.0, "learning rate at the end as a fraction of the peak (linear, cosine)"
+    )
     b1: float = setting(0.9, "Adam: decay of the first moment")
     b2: float = setting(0.95, "Adam: decay of the second moment")
     eps: float = setting(1e-8, "Adam: added to the root of the second moment")
@@ -135,7 +139,9 @@ def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainSta
     def init(params):
         moments = optimizer.init(_float32(params))
         dtype = jnp.dtype(config.moment_dtype)
-        moments = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, moments)
+        moments = jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, moments
+        )
         return moments, jnp.int32(0), jnp.int32(0)
 
     out = (shardings.opt_state, shardings.updates, shardings.skipped_in_a_row)
@@ -197,11 +203,15 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     def train(state: TrainState, batch: TrainBatch, num_micro_batches):
         def body(i, carry):
             (loss, metrics), grads = gradient(state.params, _micro_batch(batch, i))
-            metrics = merge_metrics(carry[0], {"loss/policy": loss, **metrics})
+            metrics = merge_metrics(carry[0], metrics)
             return metrics, jax.tree.map(jnp.add, carry[1], _float32(grads))
 
-        (loss, metrics), grads = jax.eval_shape(lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch)
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ({"loss/policy": loss, **metrics}, grads))
+        (loss, metrics), grads = jax.eval_shape(
+            lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch
+        )
+        empty = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32), (metrics, grads)
+        )
         empty = (empty[0], jax.tree.map(lax.with_sharding_constraint, empty[1], shardings.params))
         metrics, grads = lax.fori_loop(0, num_micro_batches, body, empty)
 
@@ -224,4 +234,3 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
 
     whole = NamedSharding(spec.mesh, PartitionSpec())
     return jax.jit(train, donate_argnums=0, out_shardings=(shardings, whole))
-

@@ -62,7 +62,9 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         data = stack.enter_context(contextlib.closing(open_data(parts)))
         total = total_steps(config, len(data.examples))
         programs = parts.programs(total * algo.updates_per_rollout)
-        held_out = load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
+        held_out = (
+            load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
+        )
         scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, parts.mesh)))
         done = checkpoints.latest() or 0
         state, meta = restore_or_start(parts, programs, checkpoints)
@@ -92,7 +94,13 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         def evaluation(step: int) -> dict[str, float]:
             with timer.phase("eval") as phase:
                 found, completions, scores = evaluate(
-                    parts, programs.engine, rollout_params, held_out, scorer, policy_version=updates, progress=progress
+                    parts,
+                    programs.engine,
+                    rollout_params,
+                    held_out,
+                    scorer,
+                    policy_version=updates,
+                    progress=progress,
                 )
                 phase.tokens = int(completions.lengths.sum())
             if algo.supervised:
@@ -114,7 +122,15 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
                     sequences = stages.supervised_sequences(next(data))
             else:
                 collected = stages.collect(
-                    parts, programs, rollout_params, data, scorer, step=step, policy_version=updates, timer=timer, progress=progress
+                    parts,
+                    programs,
+                    rollout_params,
+                    data,
+                    scorer,
+                    step=step,
+                    policy_version=updates,
+                    timer=timer,
+                    progress=progress,
                 )
                 if collected is None:
                     logger.warning("the data ended after step %d of %d", done, total)
@@ -123,7 +139,9 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
                 sequences = stages.sequences_of(collected.rollouts)
                 with timer.phase("scoring") as phase:
                     progress.update("scoring")
-                    sequences, phase.tokens = stages.score(parts, programs, state.params, ref_params, sequences)
+                    sequences, phase.tokens = stages.score(
+                        parts, programs, state.params, ref_params, sequences
+                    )
                 sequences, advantage_metrics = stages.with_advantages(config, collected, sequences)
                 metrics |= collected.metrics | advantage_metrics
             # 7: the update, once for each minibatch.
@@ -205,7 +223,7 @@ def open_data(parts: Assembly) -> PromptIterator | SftIterator:
     """The stream of training prompts, or of supervised rows."""
     config = parts.config
     if config.algo.supervised:
-        return SftIterator(config.data, parts.tokenizer, config.seed, max_tokens=parts.row_tokens)
+        return SftIterator(config.data, parts.tokenizer, config.seed, max_tokens=parts.longest_tokens)
     return PromptIterator(config.data, parts.tokenizer, config.seed)
 
 
@@ -218,7 +236,9 @@ def total_steps(config: RunConfig, rows: int) -> int:
     return there if config.steps is None else min(config.steps, there)
 
 
-def restore_or_start(parts: Assembly, programs: Programs, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, Any]]:
+def restore_or_start(
+    parts: Assembly, programs: Programs, checkpoints: Checkpoints
+) -> tuple[TrainState, dict[str, Any]]:
     """The newest checkpoint's state and meta, or a fresh state and {}."""
     step = checkpoints.latest()
     optim = parts.config.optim
@@ -226,13 +246,16 @@ def restore_or_start(parts: Assembly, programs: Programs, checkpoints: Checkpoin
         state = init_train_state(parts.initial_params(), programs.optimizer, optim, programs.shardings)
         return state, {}
     shapes = jax.eval_shape(
-        lambda params: init_train_state(params, programs.optimizer, optim, programs.shardings), parts.param_shapes()
+        lambda params: init_train_state(params, programs.optimizer, optim, programs.shardings),
+        parts.param_shapes(),
     )
     logger.info("continuing from step %d of %s", step, checkpoints.directory)
     return checkpoints.restore(step, shapes_with(programs.shardings, shapes)), checkpoints.meta(step)
 
 
-def run_meta(config: RunConfig, data: PromptIterator | SftIterator, latest: Mapping[str, float]) -> dict[str, Any]:
+def run_meta(
+    config: RunConfig, data: PromptIterator | SftIterator, latest: Mapping[str, float]
+) -> dict[str, Any]:
     """What a checkpoint says beside its arrays."""
     return {
         "data": data.get_state(),
@@ -249,7 +272,9 @@ def _due(every: int, step: int) -> bool:
 def _say_goodbye(config: RunConfig, latest: Mapping[str, float], done: int, interrupted: bool) -> None:
     report = write_report(config.run_dir)
     if interrupted:
-        print(f"interrupted after step {done}; checkpoint saved. Continue with the same command and resume=auto")
+        print(
+            f"interrupted after step {done}; checkpoint saved. Continue with the same command and resume=auto"
+        )
     print(f"report: {report}")
 
 

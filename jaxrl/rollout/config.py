@@ -42,17 +42,30 @@ class RolloutConfig:
     group_size: int = setting(8, "completions per prompt (G)")
     max_new_tokens: int = setting(256, "limit of a completion (tokens)")
     temperature: float = setting(1.0, "logits are divided by it, in the sampler and in the loss alike")
-    top_k: int = setting(0, "keep the k most probable tokens; 0: off. Refused in training (the loss would score another distribution)")
+    top_k: int = setting(
+        0,
+        "keep the k most probable tokens; 0: off. Refused in training (the loss would score another distribution)",
+    )
     top_p: float = setting(1.0, "nucleus probability; 1: off. Refused in training, as top_k")
-    min_p: float = setting(0.0, "drop tokens below min_p times the top probability; 0: off. Refused in training, as top_k")
-    stop: list[str] = factory(list, "strings that end a completion, found across token borders; the text is cut, the ids stay")
+    min_p: float = setting(
+        0.0, "drop tokens below min_p times the top probability; 0: off. Refused in training, as top_k"
+    )
+    stop: list[str] = factory(
+        list, "strings that end a completion, found across token borders; the text is cut, the ids stay"
+    )
     stop_token_ids: list[int] = factory(list, "ids that end a completion beside the model's own")
     ignore_eos: bool = setting(False, "sample on after stop ids, to the limit (benchmarks)")
-    slots: int = setting(0, "sequences decoded at once; 0: prompts_per_step * group_size, at most 64 a device")
+    slots: int = setting(
+        0, "sequences decoded at once; 0: prompts_per_step * group_size, at most 64 a device"
+    )
     steps_per_dispatch: int = setting(32, "decode steps on device between two looks of the host")
     prefill_chunk_tokens: int = setting(64, "prompts are prefilled in chunks of this many tokens")
-    weight_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the sampler's weights; null: model.compute_dtype")
-    kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the kv cache; null: model.compute_dtype")
+    weight_dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "dtype of the sampler's weights; null: model.compute_dtype"
+    )
+    kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "dtype of the kv cache; null: model.compute_dtype"
+    )
 
     def problems(self) -> Iterable[tuple[str, str]]:
         yield from sampling_problems(self)
@@ -62,7 +75,10 @@ class RolloutConfig:
         if self.slots < 0:
             yield "slots", f"{self.slots}: needs 0 (derived) or a positive number of sequences"
         if self.temperature == 0:
-            yield "temperature", "0 (greedy) gives every completion of a group the same text, so nothing to learn from; needs > 0"
+            yield (
+                "temperature",
+                "0 (greedy) gives every completion of a group the same text, so nothing to learn from; needs > 0",
+            )
         if any(not s for s in self.stop):
             yield "stop", f"{self.stop!r}: an empty string would stop at once"
 

@@ -160,7 +160,9 @@ class Engine:
         """Copy prefixes into slots and start their sequences. ``key`` [2] uint32 is the step's; the state is donated."""
         return self._insert_jit(prefix, state, put(requests, self.mesh), key)
 
-    def generate(self, params, state: DecodeState, *, refill: bool = False) -> tuple[DecodeState, np.ndarray, np.ndarray]:
+    def generate(
+        self, params, state: DecodeState, *, refill: bool = False
+    ) -> tuple[DecodeState, np.ndarray, np.ndarray]:
         """Up to ``steps_per_dispatch`` decode steps; ends early when all slots are done, or, with ``refill``, when enough are
         free to be worth a refill. Returns the state and, on the host, active [B] bool and generated [B] int32."""
         keep = self.slots - max(1, self.slots // 8) if refill else 0
@@ -223,7 +225,9 @@ class Engine:
         def fill_cache(full, new):
             return full.at[slots, :, : new.shape[2]].set(new[rows], mode="drop")
 
-        fold = jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), p), s))
+        fold = jax.vmap(
+            lambda p, s: jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), p), s)
+        )
         keys = jax.random.key_data(fold(requests.prompt_ids, requests.sample_index))
         return DecodeState(
             cache=jax.tree.map(fill_cache, state.cache, prefix.cache),
@@ -244,7 +248,9 @@ class Engine:
             step, state = carry
             return (step < self.steps_per_dispatch) & (jnp.sum(state.active) > keep)
 
-        _, state = lax.while_loop(going, lambda carry: (carry[0] + 1, self._decode_step(params, carry[1])), (0, state))
+        _, state = lax.while_loop(
+            going, lambda carry: (carry[0] + 1, self._decode_step(params, carry[1])), (0, state)
+        )
         return state, jnp.stack([state.active.astype(jnp.int32), state.generated])
 
     def _decode_step(self, params, state: DecodeState) -> DecodeState:
@@ -257,11 +263,17 @@ class Engine:
             soft_cap=self.model.config.final_soft_cap,
             vocab_limit=self.vocab_limit,
         )
-        tokens, log_probs = sample(logits, jax.random.wrap_key_data(state.keys), state.generated, state.sampling)
+        tokens, log_probs = sample(
+            logits, jax.random.wrap_key_data(state.keys), state.generated, state.sampling
+        )
         slot = jnp.arange(self.slots)
         column = jnp.where(state.active, state.generated, self.max_new_tokens)
         generated = state.generated + state.active
-        hit = jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32)) if self.stop_ids else jnp.zeros_like(state.active)
+        hit = (
+            jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32))
+            if self.stop_ids
+            else jnp.zeros_like(state.active)
+        )
         stopped = state.stopped | (state.active & hit)
         active = state.active & ~hit & (generated < state.limit)
         positions = jnp.where(active, state.length, -1)

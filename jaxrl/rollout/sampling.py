@@ -80,7 +80,9 @@ def _invert(mass, target):
     return index, jnp.maximum(target - before, 0.0)
 
 
-def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, params: SamplingArrays) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, keys: jax.Array, positions: jax.Array, params: SamplingArrays
+) -> tuple[jax.Array, jax.Array]:
     """Draw one token a row. logits [B, V] are divided by the temperature (by 1 where it is 0), keys [B] name the sequences,
     positions [B] count the completion's tokens. Returns int32 tokens [B] and float32 log-probs [B] (nats) under the
     unfiltered distribution."""

@@ -45,7 +45,9 @@ def rollout(
     to the token that completed the string. ``progress(finished sequences, tokens so far)`` is called after each dispatch.
     """
     if sampling.max_new_tokens > engine.max_new_tokens:
-        raise ConfigError(f"max_new_tokens {sampling.max_new_tokens} exceeds the engine's {engine.max_new_tokens}")
+        raise ConfigError(
+            f"max_new_tokens {sampling.max_new_tokens} exceeds the engine's {engine.max_new_tokens}"
+        )
     total = len(prompts) * group_size
     pending = deque(range(total))
     owner = np.full(engine.slots, -1)
@@ -139,7 +141,9 @@ def _stop_strings(tokenizer, stop, owner, tokens, generated) -> dict[int, tuple[
         low, high = 1, len(ids)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if first_stop(tokenizer.decode(ids[:middle])) >= 0 else (middle + 1, high)
+            low, high = (
+                (low, middle) if first_stop(tokenizer.decode(ids[:middle])) >= 0 else (middle + 1, high)
+            )
         text = tokenizer.decode(ids[:low])
         found[int(slot)] = (low, text[: first_stop(text)])
     return found
