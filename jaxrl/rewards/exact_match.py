@@ -1,0 +1,31 @@
+"""``exact_match``: 1 when the completion is the reference, apart from white space around it; else 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl.rewards.calls import reference_column
+
+
+def exact_match(
+    completions: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    *,
+    gold: str = "answer",
+    ignore_case: bool = False,
+) -> list[float | None]:
+    """One value a sample; a row whose reference (column ``gold``) is None abstains."""
+    values: list[float | None] = []
+    for completion, wanted in zip(completions, reference_column("exact_match", columns, gold), strict=True):
+        if wanted is None:
+            values.append(None)
+        else:
+            same = answer(completion, ignore_case) == answer(str(wanted), ignore_case)
+            values.append(float(same))
+    return values
+
+
+def answer(completion: str, ignore_case: bool = False) -> str:
+    """The text that is compared."""
+    return completion.strip().casefold() if ignore_case else completion.strip()
