@@ -66,11 +66,12 @@ class Decoder(nnx.Module):
     ) -> Context:
         """What the layers share; rope tables are computed once for each distinct rope."""
         ropes = sorted({kind.rope for kind in self.config.layers}, key=repr)
-        tables = {r: rope.table(r, self.config.head_dim, positions) for r in ropes}
+        # The barrier keeps the compiler from computing sines anew inside every layer's fusions.
+        tables = jax.lax.optimization_barrier([rope.table(r, self.config.head_dim, positions) for r in ropes])
         return Context(
             positions=positions,
             segment_ids=segment_ids,
-            rope_tables=tables,
+            rope_tables=dict(zip(ropes, tables, strict=True)),
             dtype=jnp.dtype(dtype),
             attention=attention,
             mesh=mesh,

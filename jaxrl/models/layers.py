@@ -8,6 +8,7 @@ and softmax are float32.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -59,6 +60,17 @@ def param(
     return nnx.Param(value, sharding_names=names, eager_sharding=False)
 
 
+def project(x: jax.Array, weight: nnx.Param, dtype, *, inputs: int = 1) -> jax.Array:
+    """x [B, T, in...] times weight [in..., out...] -> [B, T, out...]; ``inputs`` is the number of axes in "in...".
+
+    As one plain matrix product, which is what the compilers do best; merging axes keeps a sharding of the first.
+    """
+    w = weight[...].astype(dtype)
+    out = w.shape[inputs:]
+    rows = x.reshape(-1, math.prod(w.shape[:inputs]))
+    return (rows @ w.reshape(rows.shape[1], -1)).reshape(*x.shape[:2], *out)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * (scale + offset) over the last ``axes`` dimensions, in float32 (Zhang & Sennrich,
     arXiv:1910.07467)."""
@@ -105,7 +117,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens."""
         config, dtype = self.config, context.dtype
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (project(x, w, dtype) for w in (self.q, self.k, self.v))
         if config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
             q, k, v = (y + bias[...].astype(dtype) for y, bias in zip((q, k, v), biases, strict=True))
@@ -129,7 +141,7 @@ class Attention(nnx.Module):
             implementation=context.attention,
         )  # fmt: skip
         y = context.constrain(y, "batch", None, "heads", None)
-        return jnp.einsum("btnh,nhd->btd", y, self.out[...].astype(dtype)), cache
+        return project(y, self.out, dtype, inputs=2), cache
 
 
 def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
@@ -156,9 +168,9 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        gate, up, down = (w[...].astype(context.dtype) for w in (self.gate, self.up, self.down))
-        hidden = activation(self.activation, x @ gate) * (x @ up)
-        return context.constrain(hidden, "batch", None, "mlp") @ down
+        dtype = context.dtype
+        hidden = activation(self.activation, project(x, self.gate, dtype)) * project(x, self.up, dtype)
+        return project(context.constrain(hidden, "batch", None, "mlp"), self.down, dtype)
 
 
 class Layer(nnx.Module):
