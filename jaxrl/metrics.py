@@ -106,7 +106,8 @@ def parse_line(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and ("step" in record or "event" in record) else None
+    known = isinstance(record, dict) and ("step" in record or "event" in record)
+    return record if known and isinstance(record.get("step", 0), int) else None
 
 
 def _rewind(path: Path, step: int) -> None:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-
 REPORT_FILE = "report.html"
 
 

@@ -206,7 +206,8 @@ def _draw_events(ax: Any, plot: Plot, runs: Sequence[Curves], palette: Palette) 
     for r, run in enumerate(runs):
         steps, values = run.get(name)
         found = values != 0
-        ax.plot(steps[[0, -1]] if steps.size else [], [0, 0] if steps.size else [], alpha=0)
+        if steps.size:
+            ax.plot(steps[[0, -1]], [0, 0], color=palette.colour(r), linewidth=1.4, clip_on=False)
         ax.vlines(steps[found], 0, values[found], color=palette.colour(r), linewidth=1.4)
         ax.plot(steps[found], values[found], "o", color=palette.colour(r), markersize=4)
     ax.set_ylim(0, max(1.0, ax.get_ylim()[1]))
@@ -268,7 +269,7 @@ def _draw_areas(ax: Any, steps: np.ndarray, stack: dict[str, np.ndarray], palett
         ax.fill_between(edges, low, high, step="post", color=palette.phase(label), alpha=0.85, linewidth=0)
     total = np.sum(list(stack.values()), axis=0)
     usual = 1.35 * float(np.percentile(tops[-1], 95))
-    ax.set_ylim(0, float(tops[-1].max()) * 1.02)
+    ax.set_ylim(0, float(tops[-1].max()) * 1.02 or 1.0)
     if 0 < usual < tops[-1].max() / 1.6:
         ax.set_ylim(0, usual)
         cut = f"cut: step {steps[total.argmax()]}, {total.max():.0f} s"

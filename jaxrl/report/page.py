@@ -57,8 +57,9 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         ("Time in steps", duration(seconds), f"resumed after step {segments}" if segments else "one segment")
     )
     for phase, label in (("rollout", "Tokens sampled"), ("update", "Tokens trained")):
-        if tokens := run.tokens(phase):
-            rate = tokens / float(np.nansum(run.curves.values[f"time/{phase}_seconds"]))
+        spent = float(run.curves.get(f"time/{phase}_seconds")[1].sum())
+        if (tokens := run.tokens(phase)) and spent > 0:
+            rate = tokens / spent
             facts.append((label, _count(tokens), f"{_count(rate)} per second of {phase}"))
     _, peak = run.curves.get("memory/peak_bytes")
     if peak.size:

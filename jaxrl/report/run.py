@@ -65,12 +65,12 @@ class Run:
         self.environment: dict[str, Any] = starts[-1] if starts else {}
 
     def first_last(self, metric: str) -> tuple[float, float] | None:
-        """The metric at the start and at the end: means over a tenth of the run, or single values."""
+        """The metric at the start and at the end: means over a tenth of the steps; single evaluations."""
         _, values = self.curves.get(metric)
         if not values.size:
             return None
-        tenth = len(values) // 10 if len(values) >= 30 else 1
-        return float(values[:tenth].mean()), float(values[-tenth:].mean())
+        count = 1 if metric.startswith("eval/") else max(1, len(values) // 10)
+        return float(values[:count].mean()), float(values[-count:].mean())
 
     def seconds(self) -> float:
         """Time spent in steps, without the time between segments."""
@@ -92,7 +92,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
     """(step -> metrics, events). A torn last line is left out: the run may be writing it right now."""
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; needed is the folder of a run that has begun")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
     steps: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
@@ -116,7 +116,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of samples; torn ones are left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
