@@ -75,17 +75,19 @@ def _attend(q, k, v, visible, soft_cap, scale):
     group = heads // kv_heads
     # Batch axes first: the order in which a kv cache lies, so that no key is moved.
     q = q.reshape(batch, length, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, group * length, dim)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    mask = visible[:, None, None]
+    mask = jnp.tile(visible, (1, group, 1))[:, None]
     # A finite fill and a guarded sum: a query that sees nothing gives 0, not NaN, in value and in gradient.
     scores = jnp.where(mask, scores, -1e30)
     weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
     total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    out = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return (out / total).astype(v.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = (out / total).astype(v.dtype).reshape(batch, kv_heads, group, length, dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
 def _over_blocks(block, q, positions, segments):
