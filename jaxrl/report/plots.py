@@ -49,7 +49,7 @@ PLOTS: tuple[Plot, ...] = (
         key="reward",
         title="Reward",
         section=LEARNING,
-        lines=((r"reward/mean", "mean"),),
+        lines=((r"reward/mean", "train"), (r"eval/reward_mean", "held-out")),
         spread="reward/std",
         note="Mean over the completions of a step; the band is one standard deviation.",
     ),
