@@ -159,8 +159,8 @@ class Renderer:
             after = self._render(messages[: turn + 1], add_generation_prompt=False)
             if not before.startswith(text):
                 raise ConfigError(
-                    "the chat template rewrites earlier messages when later ones follow, so one row cannot "
-                    "train all of them as they were sampled; set it to last, or give each answer a row of its own",
+                    "the chat template rewrites earlier messages when later ones follow, so one row "
+                    "cannot train all of them as they were sampled; set it to last, or split the rows",
                     f"{self.section}.train_on",
                 )
             if not after.startswith(before):

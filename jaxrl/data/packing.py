@@ -1,8 +1,7 @@
 """Packing: ragged sequences into rows of one length, with nothing lost and few tokens of padding.
 
-All shapes are static: [M, R, T] with M the most micro-batches an update can need. How many of them are real
-    is returned
-beside the arrays, for the loop on the device to stop there.
+All shapes are static: [M, R, T] with M the most micro-batches an update can need. How many are real is
+returned beside the arrays, for the loop on the device to stop there.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class BatchConfig:
         if self.row_tokens is not None and self.micro_batch_tokens < self.row_tokens:
             yield (
                 "micro_batch_tokens",
-                (f"{self.micro_batch_tokens} is less than one row, of batch.row_tokens {self.row_tokens}"),
+                f"{self.micro_batch_tokens} is less than one row, of batch.row_tokens {self.row_tokens}",
             )
 
     def shape(self, longest_tokens: int, num_shards: int = 1) -> tuple[int, int]:

@@ -24,8 +24,7 @@ class Stream:
     """Items in the order of ``seed``, a new one in every epoch, each item once per epoch.
 
     The state is a position, which counts items handed out since the start: what was prepared ahead does not
-        count, and
-    the number of workers may change between runs.
+    count, and the number of workers may change between runs.
 
     Args:
         seed: of the order; any int >= 0.
@@ -55,7 +54,7 @@ class Stream:
         """The next ``count`` items, fewer at the end of the last epoch, and then none.
 
         Raises:
-            ConfigError, UserCodeError: what preparing an item raised; the stream stays before that item.
+            ConfigError, UserCodeError: what preparing an item raised; the stream stays where it was.
         """
         if self._iterator is None:
             self._iterator = iter(self._pipeline())
@@ -102,7 +101,7 @@ class Stream:
         return {
             "rows": len(self.dataset),
             "fingerprint": self.dataset.fingerprint,
-            "seed": self._seed,
+            "seed": self._seed if self._shuffle else None,
             "shuffle": self._shuffle,
         }
 
@@ -121,9 +120,8 @@ class Stream:
         if self._workers:
             from absl import flags
 
-            if (
-                not flags.FLAGS.is_parsed()
-            ):  # grain's workers read their defaults from absl's flags, which nobody parses here
+            # grain's workers read their defaults from absl's flags, which nobody parses in our programs.
+            if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=each)
             stream = stream.mp_prefetch(options, worker_init_fn=_start_worker)

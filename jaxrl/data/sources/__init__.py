@@ -1,14 +1,13 @@
 """Sources of rows. Each module of this package is one: its ``load`` function makes the rows.
 
 A source is anything with ``__len__`` and ``__getitem__(i) -> dict`` for i in [0, len), cheap at random
-access, picklable when worker processes are used, and the same each time. To add one, write a module with
+access and the same each time. To add one, write a module with
 
     def load(path, split="train", *, some_option=3) -> Source
 
-whose parameters say what it takes: ``path`` and ``split`` if it has use for them, and its options. It may
-    also define
-``problems(**same arguments)``, yielding (argument, message) for values that cannot work, cheap and without
-imports.
+whose parameters say what it takes: ``path`` and ``split`` if it has use for them, and its options. The
+module may also define ``problems(**same arguments)``, yielding (argument, message) for values that cannot
+work, cheap and without imports. A built-in source has to be picklable, for worker processes.
 """
 
 from __future__ import annotations
@@ -101,17 +100,23 @@ def open_source(config: DataConfig, section: str = "data") -> Rows:
     if size == 0:
         raise ConfigError(f"{config.source} has no rows", f"{section}.source")
     size = size if config.limit is None else min(size, config.limit)
-    return Rows(source, size, "" if built_in else config.source, section)
+    return Rows(config, source, size, section)
 
 
 class Rows:
-    """A source with its errors told in the user's terms.
+    """The first ``size`` rows of a source, with errors told in the user's terms."""
 
-    ``user_code`` is the import path of a user's source, or "".
-    """
+    def __init__(self, config: DataConfig, source: Source, size: int, section: str):
+        self.config, self.source, self.size, self.section = config, source, size, section
+        self.built_in = config.source in names()
 
-    def __init__(self, source: Source, size: int, user_code: str, section: str):
-        self.source, self.size, self.user_code, self.section = source, size, user_code, section
+    def __reduce__(self) -> Any:
+        if self.built_in:
+            return Rows, (self.config, self.source, self.size, self.section)
+        return open_source, (
+            self.config,
+            self.section,
+        )  # code of a file cannot be pickled; a worker loads it anew
 
     def __len__(self) -> int:
         return self.size
@@ -122,14 +127,14 @@ class Rows:
         except ConfigError as error:
             raise _located(error, self.section) from error.__cause__
         except Exception as error:
-            if not self.user_code:
+            if self.built_in:
                 raise
             raise UserCodeError(
-                f"{self.section}.source: row {index} of {self.user_code}: {type(error).__name__}: {error}"
+                f"{self.section}.source: row {index} of {self.config.source}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(row, Mapping):
             raise UserCodeError(
-                f"{self.section}.source: row {index} of {self.user_code} is no dict but {type(row).__name__}"
+                f"{self.section}.source: row {index} of {self.config.source} is a {type(row).__name__}"
             )
         return row
 
