@@ -25,7 +25,7 @@ class ModelSource:
     )
     scratch: dict[str, Any] = factory(
         dict,
-        "instead of path: a random model, in the keys of a Hugging Face config.json (model_type, hidden_size, "
+        "instead of path: random model, in the keys of a Hugging Face config.json (model_type, hidden_size, "
         "num_hidden_layers, ...); vocab_size comes from the tokenizer when it is not given",
     )
     tokenizer: str | None = setting(
@@ -40,19 +40,20 @@ class ModelSource:
     )
     remat: Literal["none", "full", "dots"] = setting(
         "full",
-        "what the backward pass computes again: none (most memory), dots (all but matrix products), full (a whole layer)",
+        "what the backward pass computes again: none (most memory), dots (all but matrix products) or full "
+        "(a whole layer)",
     )
     attention: Literal["reference", "chunked"] | None = setting(
         None,
-        "implementation of attention; null: reference for short rows, chunked over blocks of queries for long ones",
+        "implementation of attention; null: reference for short rows, chunked (by blocks) for long ones",
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:
         if bool(self.path) == bool(self.scratch):
             yield (
                 "path",
-                f"path is {self.path!r} and scratch has {len(self.scratch)} keys: give exactly one, a folder or hub name, "
-                "or the sizes of a random model",
+                f"path is {self.path!r} and scratch has {len(self.scratch)} keys: give exactly one, a "
+                "folder or hub name, or the sizes of a random model",
             )
         for key in ("param_dtype", "compute_dtype"):
             if getattr(self, key) not in DTYPES:

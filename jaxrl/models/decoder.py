@@ -112,9 +112,9 @@ class Decoder(nnx.Module):
 
             carry, _ = jax.lax.scan(with_remat(repeat, scanned=True), carry, stacked)
         for index, layer in self.layers.items():
-            graph, params = nnx.split(layer)
+            single_graph, params = nnx.split(layer)
 
-            def single(params, carry, graph=graph, kind=config.layers[int(index)]):
+            def single(params, carry, graph=single_graph, kind=config.layers[int(index)]):
                 return apply(kind, nnx.merge(graph, params), carry)
 
             carry = with_remat(single, scanned=False)(params, carry)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl.config import ConfigError, nearest
 from jaxrl.models.config import LayerKind, ModelConfig, MoeConfig, RopeConfig
@@ -88,17 +88,28 @@ FAMILIES: dict[str, Family] = {
 _SAME_AS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """transformers 5 renames the one to the other."""
 _MUST_BE_OFF = (
-    "attention_bias", "mlp_bias", "use_bidirectional_attention", "clip_qkv", "quantization_config", "mlp_only_layers",
-    "attention_dropout", "router_jitter_noise",
-)  # fmt: skip
+    "attention_bias",
+    "attention_dropout",
+    "clip_qkv",
+    "mlp_bias",
+    "mlp_only_layers",
+    "quantization_config",
+    "router_jitter_noise",
+    "use_bidirectional_attention",
+)
 """Features the decoder does not have: a value that switches one on is refused."""
 _MUST_BE_ONE = ("decoder_sparse_step", "partial_rotary_factor")
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[Any, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 _SCRATCH_KEYS = frozenset(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "rms_norm_eps hidden_act hidden_activation tie_word_embeddings rope_theta rope_scaling rope_parameters rope_local_base_freq "
-    "sliding_window use_sliding_window max_window_layers sliding_window_pattern layer_types max_position_embeddings "
-    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping num_experts num_local_experts num_experts_per_tok "
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim rms_norm_eps hidden_act hidden_activation tie_word_embeddings "
+    "rope_theta rope_scaling rope_parameters rope_local_base_freq sliding_window use_sliding_window "
+    "max_window_layers sliding_window_pattern layer_types max_position_embeddings query_pre_attn_scalar "
+    "attn_logit_softcapping final_logit_softcapping num_experts num_local_experts num_experts_per_tok "
     "moe_intermediate_size norm_topk_prob".split()
 )
 
@@ -130,7 +141,8 @@ class _Reader:
                 f"architecture {given['architectures'][0]!r}" if given.get("architectures") else f"{kind!r}"
             )
             raise ConfigError(
-                f"{where}: unknown {what} (model_type {kind!r}); known are {', '.join(sorted(FAMILIES))} and gemma3 (text)",
+                f"{where}: unknown {what} (model_type {kind!r}); known are {', '.join(sorted(FAMILIES))} and "
+                "gemma3 (its text part)",
                 "model_type",
             )
         self.kind: str = kind

@@ -65,8 +65,7 @@ def resolve(path: str, key: str = "model.path") -> Path:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
-            f"{path!r} is no folder here, and as a hub name it cannot be had: {type(error).__name__}: {error}",
-            key,
+            f"{path!r} is no folder here, and the hub does not give it: {type(error).__name__}: {error}", key
         ) from None
 
 
@@ -102,17 +101,15 @@ def load_params(
     files = TensorFiles(resolve(str(path)))
     wanted = list(tensors(model.config))
     names = match_names(files, wanted, model.config)
-    return read_params(files, names, wanted, model, mesh, param_dtype)
+    mesh = mesh or model.mesh
+    return read_params(files, names, wanted, model.shapes(param_dtype), model.specs(mesh), mesh)
 
 
-def match_names(
-    files: TensorFiles, wanted: list[Tensor], config: ModelConfig, extra: frozenset[str] = frozenset()
-) -> dict[str, str]:
-    """Tensor name -> name in the files, after checking that both sides are complete. ``extra``: names to
-    leave alone."""
+def match_names(files: TensorFiles, wanted: list[Tensor], config: ModelConfig) -> dict[str, str]:
+    """Tensor name -> name in the files, after checking that both sides are complete."""
     found = {}
     for name in files.file_of:
-        if name.startswith(_OTHER_MODALITIES) or name.endswith("rotary_emb.inv_freq") or name in extra:
+        if name.startswith(_OTHER_MODALITIES) or name.endswith("rotary_emb.inv_freq"):
             continue
         plain = name
         for prefix in _TEXT_PREFIXES:
@@ -132,8 +129,8 @@ def match_names(
             problems.append(f"tensor {name!r} of shape {list(t.shape)} is missing{hint}")
         elif files.shape(found[name]) != t.shape:
             problems.append(
-                f"tensor {name!r} in {files.file_of[found[name]]} has shape {list(files.shape(found[name]))}; "
-                f"config.json needs {list(t.shape)}"
+                f"tensor {name!r} in {files.file_of[found[name]]} has shape "
+                f"{list(files.shape(found[name]))}; config.json needs {list(t.shape)}"
             )
     for plain, name in found.items():
         if plain not in needed:
@@ -153,14 +150,11 @@ def read_params(
     files: TensorFiles,
     names: dict[str, str],
     wanted: list[Tensor],
-    model: Model,
+    shapes: Params,
+    specs: Params,
     mesh: Mesh | None,
-    param_dtype: str,
 ) -> Params:
-    """Reads ``wanted`` tensors into parameters, one at a time."""
-    mesh = mesh or model.mesh
-    shapes = model.shapes(param_dtype)
-    specs = model.specs(mesh)
+    """Reads ``wanted`` tensors, one at a time, into arrays of ``shapes`` laid out by ``specs``."""
     params: Params = {}
     done, told = 0, time.monotonic()
     for t in sorted(wanted, key=lambda t: (files.file_of[names[t.name]], t.name)):
@@ -274,7 +268,7 @@ def save_folder(
         out: folder to make; it appears under this name when it is complete, and not at all when something
             fails.
         tokenizer_from: the folder the model came from (its tokenizer, chat template, generation config and
-            config.json are taken over), or a tokenizer with ``save_pretrained``, or None.
+            config.json are taken over), or a tokenizer with ``save(folder)``, or None.
         dtype: of the tensors in the files; default: that of the parameters.
         max_shard_bytes: larger models are cut into files of this size with an index.
 
@@ -324,4 +318,4 @@ def _side_files(folder: Path, source: Any) -> None:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
     elif source is not None:
-        source.save_pretrained(folder)
+        source.save(folder)

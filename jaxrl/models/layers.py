@@ -61,9 +61,9 @@ def param(
 
 
 def project(x: jax.Array, weight: nnx.Param, dtype, *, inputs: int = 1) -> jax.Array:
-    """x [B, T, in...] times weight [in..., out...] -> [B, T, out...]; ``inputs`` is the number of axes in "in...".
+    """x [B, T, in...] times weight [in..., out...] -> [B, T, out...]; ``inputs`` counts the axes in "in...".
 
-    As one plain matrix product, which is what the compilers do best; merging axes keeps a sharding of the first.
+    As one plain matrix product, which is what compilers do best; merging axes keeps a sharding of the first.
     """
     w = weight[...].astype(dtype)
     out = w.shape[inputs:]
@@ -136,10 +136,18 @@ class Attention(nnx.Module):
             k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
             kv_positions, segments = jnp.arange(k.shape[1], dtype=jnp.int32)[None], None
         y = attention(
-            q, k, v, q_positions=context.positions, kv_positions=kv_positions, q_segments=segments, kv_segments=segments,
-            window=kind.window, soft_cap=config.attention_soft_cap, scale=config.attention_scale,
+            q,
+            k,
+            v,
+            q_positions=context.positions,
+            kv_positions=kv_positions,
+            q_segments=segments,
+            kv_segments=segments,
+            window=kind.window,
+            soft_cap=config.attention_soft_cap,
+            scale=config.attention_scale,
             implementation=context.attention,
-        )  # fmt: skip
+        )
         y = context.constrain(y, "batch", None, "heads", None)
         return project(y, self.out, dtype, inputs=2), cache
 
@@ -167,10 +175,10 @@ class Mlp(nnx.Module):
         self.up = param(rngs, (d, f), ("embed", "mlp"), dtype, d)
         self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
 
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
         dtype = context.dtype
         hidden = activation(self.activation, project(x, self.gate, dtype)) * project(x, self.up, dtype)
-        return project(context.constrain(hidden, "batch", None, "mlp"), self.down, dtype)
+        return project(context.constrain(hidden, "batch", None, "mlp"), self.down, dtype), None
 
 
 class Layer(nnx.Module):
@@ -200,8 +208,6 @@ class Layer(nnx.Module):
         y, cache = self.attention(self.attention_norm(x), kind, context, cache)
         x = x + (self.post_attention_norm(y) if self.sandwich else y)
         x = context.constrain(x, "batch", None, None)
-        y, router = self.mlp(self.mlp_norm(x), context), None
-        if isinstance(y, tuple):
-            y, router = y
+        y, router = self.mlp(self.mlp_norm(x), context)
         x = x + (self.post_mlp_norm(y) if self.sandwich else y)
         return context.constrain(x, "batch", None, None), cache, router

@@ -68,8 +68,7 @@ def _layer(config: ModelConfig) -> Iterator[Tensor]:
     if config.qk_norm:
         whole = config.qk_norm == "projection"
         for name, width in (("q_norm", q if whole else h), ("k_norm", kv if whole else h)):
-            path = ("attention", name, "scale")
-            yield Tensor(name=f"self_attn.{name}.weight", shape=(width,), path=path)
+            yield Tensor(name=f"self_attn.{name}.weight", shape=(width,), path=("attention", name, "scale"))
     yield Tensor(name="self_attn.o_proj.weight", shape=(d, q), path=("attention", "out"), matrix=True)
     if config.sandwich_norms:
         yield _norm("post_attention_layernorm", "post_attention_norm", d)
