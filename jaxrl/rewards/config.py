@@ -8,11 +8,28 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from jaxrl.config import ConfigError, factory, nearest, required, setting
+from jaxrl.config import ConfigError, factory, from_dict, nearest, required, setting
 from jaxrl.rewards import calls
 
 REWARD_MODEL = "reward_model"
 """The one term that no function scores: the training loop does, on device, and hands the pool its part."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelArgs:
+    """``args`` of a ``reward_model`` term."""
+
+    path: str = required("the sequence-classification model: a Hugging Face folder or hub name")
+    compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of weights and activations")
+    max_tokens: int = setting(4096, "longest conversation (tokens); the term abstains on a longer one")
+    batch_rows: int = setting(8, "conversations scored at once")
+
+    def problems(self) -> Iterable[tuple[str, str]]:
+        if not self.path:
+            yield "path", "is empty; needed is a Hugging Face folder or hub name"
+        for key in ("max_tokens", "batch_rows"):
+            if getattr(self, key) < 1:
+                yield key, f"{getattr(self, key)}: needs at least 1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +69,10 @@ class RewardTerm:
                 f"{self.label!r}: must not contain '/', which separates the parts of a metric's name",
             )
         if self.is_model:
-            if not isinstance(self.args.get("path"), str) or not self.args["path"]:
-                yield "args", "reward_model needs path: the folder of a sequence-classification model"
+            try:
+                from_dict(RewardModelArgs, self.args, "args")
+            except ConfigError as error:
+                yield from error.problems
             return
         try:
             yield from calls.load(self.name, self.args).problems()

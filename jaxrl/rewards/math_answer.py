@@ -3,7 +3,8 @@
 The answer is what stands in the last ``\\boxed{...}``, ``<answer>...</answer>`` or after the last ``####``,
 whichever is later in the text; without any of them, what follows "answer is" or "answer:" (see ``fallback``).
 Earlier ones do not count, so listing candidates earns nothing. Plain numbers are compared exactly
-(``numerals.py``), everything else by math-verify, through its LaTeX parser: no text is evaluated as Python.
+(``numerals.py``), everything else by math-verify, through its LaTeX parser: no text is evaluated as Python
+(the parser's number tokens, nothing but digits, go through sympy's reader).
 
 Expressions that could take long (towers of powers, huge factorials, deep nesting, sums and integrals, long
 texts) are compared as text. The time limits of math-verify need the main thread, so they are off; the limit
@@ -95,7 +96,7 @@ def matches(gold: str, found: str) -> bool:
         return numerals.equal(a, b)
     if re.search(r"\d \d", gold + "|" + found):  # LaTeX would read "3 4" as 34
         return False
-    gold, found = (n.latex() if n and not n.percent else text for n, text in ((a, gold), (b, found)))
+    gold, found = (n.latex() if n and not (n.percent or n.long) else s for n, s in ((a, gold), (b, found)))
     if _may_take_long(gold) or _may_take_long(found):
         return False
     return _verifier()(gold, found)

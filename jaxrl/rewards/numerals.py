@@ -16,7 +16,7 @@ from fractions import Fraction
 MAX_DIGITS = 20_000
 _MAX_EXPONENT = 2_000
 _ROUNDED_DECIMALS = 6
-_CANONICAL_BITS = 1_000
+_LONG_BITS = 1_000
 
 _CHARACTERS = str.maketrans(
     {
@@ -33,7 +33,7 @@ _SPACING = re.compile(
     r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\\[!;:> ]|~|\\q?quad(?![a-zA-Z])"
 )
 
-_CURRENCY = r"(?:US\s?)?(?:\\?\$|[€£¥₹₽₩₫฿₺])|(?:USD|EUR|GBP|Rs\.?)(?![a-zA-Z])"
+_CURRENCY = r"(?:US\s?)?(?:\$|[€£¥₹₽₩₫฿₺])|(?:USD|EUR|GBP|Rs\.?)(?![a-zA-Z])"
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _EXPONENT = r"10\s*\^\s*(?:\{\s*(?P<e1>[+-]?\s*\d+)\s*\}|(?P<e2>\d))"
 _NUMBER = re.compile(
@@ -78,14 +78,16 @@ class Numeral:
     decimals: int | None
     """Digits after the point of a plain decimal; None for a fraction."""
 
+    @property
+    def long(self) -> bool:
+        return max(self.value.numerator.bit_length(), self.value.denominator.bit_length()) > _LONG_BITS
+
     def canonical(self) -> str:
         """One spelling for equal values; of very long numbers a hash, which is as good for counting."""
-        if max(self.value.numerator.bit_length(), self.value.denominator.bit_length()) > _CANONICAL_BITS:
-            return f"number#{hash(self.value):x}"
-        return str(self.value)
+        return f"number#{hash(self.value):x}" if self.long else str(self.value)
 
     def latex(self) -> str:
-        """The value without its percent sign, unit and separators; decimals stay decimals."""
+        """The value (not ``long``) without unit and separators; decimals stay decimals."""
         if not self.decimals:
             return self.canonical()
         digits = str(abs(int(self.value * 10**self.decimals))).zfill(self.decimals + 1)
@@ -94,7 +96,8 @@ class Numeral:
 
 def clean(text: str) -> str:
     """The text with its Unicode signs, spacing commands and outer wrapping turned into plain LaTeX."""
-    text = re.sub(r"\s+", " ", _SPACING.sub(" ", text.translate(_CHARACTERS)))
+    text = text.translate(_CHARACTERS).replace(r"\$", "$")
+    text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
     for _ in range(4):  # what ends the whole can stand inside of what encloses it, and the other way round
         text = peel(text.strip().strip("$").rstrip(" .,;:"))
     return text

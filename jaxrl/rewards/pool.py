@@ -46,6 +46,9 @@ class Executor(Protocol):
     def run(self, requests: Iterable[Request]) -> Generator[Result]:
         """Yields (term, places, outcome) of every call. Closing the generator early gives the rest up."""
 
+    @property
+    def pids(self) -> list[int]: ...
+
     def close(self) -> None: ...
 
 
@@ -54,6 +57,10 @@ class Here:
 
     def __init__(self, setup: Setup):
         self._rewards = [calls.load(name, args) for name, args in setup.terms]
+
+    @property
+    def pids(self) -> list[int]:
+        return []
 
     def run(self, requests: Iterable[Request]) -> Generator[Result]:
         for request in requests:
@@ -118,6 +125,11 @@ class RewardPool:
             if len(rows):
                 self._run(rows, batch)
         return batch.scores()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers; none when functions run in this process."""
+        return self._executor.pids
 
     def close(self) -> None:
         """End the workers, and everything their functions started; a running ``score`` finishes first."""

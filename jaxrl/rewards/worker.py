@@ -22,7 +22,7 @@ from typing import Any
 from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.rewards import calls
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
