@@ -8,6 +8,8 @@ copy the stacked kv cache in and out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,6 +29,11 @@ _REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+def in_order(layers: Any) -> list[tuple[str, Any]]:
+    """Items of a dict whose keys are numbers, by number: flax orders them as strings, "10" before "2"."""
+    return sorted(layers.items(), key=lambda item: int(item[0]))
 
 
 class Decoder(nnx.Module):
@@ -106,12 +113,12 @@ class Decoder(nnx.Module):
             graph, stacked = nnx.split(self.blocks)
 
             def repeat(carry, params):
-                for place, layer in nnx.merge(graph, params).items():
+                for place, layer in in_order(nnx.merge(graph, params)):
                     carry = apply(config.layers[int(place)], layer, carry)
                 return carry, None
 
             carry, _ = jax.lax.scan(with_remat(repeat, scanned=True), carry, stacked)
-        for index, layer in self.layers.items():
+        for index, layer in in_order(self.layers):
             single_graph, params = nnx.split(layer)
 
             def single(params, carry, graph=single_graph, kind=config.layers[int(index)]):
@@ -135,7 +142,7 @@ class Decoder(nnx.Module):
         """[B, T] -> hidden states [B, T, D] after the final norm, and the cache extended by these tokens."""
         x = self.embed_tokens(tokens, context)
         new_cache = {}
-        for index, layer in self.layers.items():
+        for index, layer in in_order(self.layers):
             x, new, _ = layer(x, self.config.layers[int(index)], context, cache[index])
             assert new is not None
             new_cache[index] = new
