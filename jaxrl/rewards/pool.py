@@ -79,7 +79,7 @@ class RewardPool:
     """Scores batches. Thread-safe: calls from several threads take turns. Close it, or use it in a ``with``.
 
     What a failure costs: a value that is NaN, infinite or no number, its sample. An exception, a result of
-    wrong type or length, a call over its time limit or the loss of its process: the sample, where the term makes
+    wrong type or length, a call over its time limit or the loss of its process: the sample, if the term makes
     one call a sample. A failed call for the whole batch is repeated sample by sample; if none of the first 16
     works, all samples have failed. A failed sample counts for its term as ``on_error`` says; each kind of
     failure of a term is logged once, with the first traceback, and always counted.
