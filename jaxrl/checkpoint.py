@@ -134,6 +134,12 @@ class Checkpoints:
         found = self._restore(step, params=args.StandardRestore(like.params), optimizer=optimizer)
         return TrainState(params=found["params"], **found["optimizer"])
 
+    def raw(self, step: int) -> dict[str, Any]:
+        """All arrays as they were written, on the default device: {"params": ..., "optimizer": ...}."""
+        args = self._ocp.args
+        found = self._restore(step, params=args.StandardRestore(), optimizer=args.StandardRestore())
+        return {"params": found["params"], "optimizer": found["optimizer"]}
+
     def _restore(self, step: int, **items) -> Any:
         if step not in self.steps():
             raise ConfigError(

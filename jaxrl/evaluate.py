@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
     params = parts.refresh()(parts.initial_params())
     with (
-        contextlib.closing(Scorer(config.rewards, parts.mesh)) as scorer,
+        contextlib.closing(Scorer(parts)) as scorer,
         Progress(1, config.metrics.progress) as progress,
     ):
         found, completions, scores = evaluate(

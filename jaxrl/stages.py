@@ -195,16 +195,17 @@ def with_advantages(
         penalty = adv.overlong_penalty(rollouts.lengths, algo, limit).reshape(shape)
         rewards = rewards + penalty
         metrics["reward/overlong_penalty"] = float(penalty.mean())
-    num_tokens = np.array([s.loss_mask.sum() for s in sequences]).reshape(shape)
+    # A sample that nobody judged teaches nothing: it leaves the loss, and the averages over tokens.
+    drop = np.isnan(rewards).reshape(-1)
+    if algo.mask_truncated:
+        drop |= rollouts.truncated
+    num_tokens = np.array([s.loss_mask.sum() for s in sequences])
+    num_tokens = np.where(drop, 0, num_tokens).reshape(shape)
     kl = None
     if algo.uses_reference and algo.kl_in == "reward":
         kl = np.array([_sequence_kl(s, algo.kl_estimator) for s in sequences]).reshape(shape)
         metrics["algo/kl"] = float(kl.sum() / max(num_tokens.sum(), 1))
     values = adv.compute(rewards, algo, kl=kl, num_tokens=num_tokens).reshape(-1)
-    # A sample that nobody judged teaches nothing: it leaves the loss, and the averages over tokens.
-    drop = np.isnan(rewards).reshape(-1)
-    if algo.mask_truncated:
-        drop |= rollouts.truncated
     metrics["algo/masked_fraction"] = float(drop.mean())
     metrics["algo/advantage_abs_mean"] = float(np.abs(values).mean())
     found = []
@@ -223,7 +224,7 @@ def minibatches(
     whole update.
     """
     config, algo = parts.config, parts.config.algo
-    for epoch in range(algo.epochs):
+    for epoch in range(algo.epochs if sequences else 0):
         order = np.arange(len(sequences))
         if algo.num_minibatches > 1:
             order = np.random.default_rng((config.seed, step, epoch)).permutation(order)

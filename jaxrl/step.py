@@ -189,7 +189,7 @@ def make_score_step(spec: StepSpec):
 def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     """``train_step(state, batch, num_micro_batches) -> (state, metrics)``; the state is donated.
 
-    Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), plus ``loss/policy``,
+    Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), plus
     ``optim/grad_norm`` before clipping and ``optim/skipped`` (1 or 0). An update whose gradient is not finite, or in which no token has weight,
     leaves parameters and optimizer state as they were.
     """

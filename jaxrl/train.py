@@ -65,7 +65,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         held_out = (
             load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
         )
-        scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, parts.mesh)))
+        scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
         done = checkpoints.latest() or 0
         state, meta = restore_or_start(parts, programs, checkpoints)
         if meta:
@@ -152,7 +152,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
                     state, result = programs.train_step(state, batch, count)
                     results.append(finish_metrics(jax.device_get(result)))
                 phase.tokens = sum(len(s.tokens) for s in sequences) * algo.epochs
-            metrics |= stages.mean_metrics(results)
+            metrics |= stages.mean_metrics(results) if results else {"optim/skipped": algo.updates_per_rollout}
             updates, failed = int(state.updates), int(state.skipped_in_a_row)
             # 8: the sampler gets the new weights; the old ones are let go first.
             if programs.refresh:

@@ -108,7 +108,7 @@ class Renderer:
             text = fill(self.config.prompt, row, f"{self.section}.prompt")
             ids = self.tokenizer.encode_prompt(text)
         else:
-            messages = self._conversation(row, completion=False)
+            messages = self.conversation(row)
             if messages[-1].get("role") == "assistant":
                 raise ConfigError(
                     "the conversation ends with the assistant's message; a prompt has to end before it",
@@ -133,7 +133,7 @@ class Renderer:
         ids, mask = (
             self._plain_parts(row)
             if self.plain
-            else self._chat_parts(self._conversation(row, completion=True))
+            else self._chat_parts(self.conversation(row, completion=True))
         )
         return TrainingRow(np.array(ids, np.int32), np.array(mask, np.float32), row)
 
@@ -187,7 +187,7 @@ class Renderer:
             return whole[len(ids) :]
         return self.tokenizer.encode(longer[len(text) :])
 
-    def _conversation(self, row: Row, *, completion: bool) -> list[Message]:
+    def conversation(self, row: Row, *, completion: bool = False) -> list[Message]:
         config, section = self.config, self.section
         if config.messages:
             messages = _checked(row, config.messages, f"{section}.messages")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
 from jaxrl.config import ConfigError
 from jaxrl.models import Model, ModelConfig
@@ -13,7 +14,6 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.sharding import MeshConfig, make_mesh, named
 from jaxrl.step import StepSpec, token_statistics
-from jaxrl.algorithms.config import AlgoConfig
 
 SCRATCH = dict(
     model_type="qwen3",
@@ -76,7 +76,14 @@ def sample(model, params, prompts, engine, *, group=4, seed=0, stop=(), **sampli
     key = jax.random.key_data(jax.random.key(seed))
     options = Sampling(**{"max_new_tokens": 16, **sampling})
     return rollout(
-        engine, model.unstack(params), prompts, group_size=group, sampling=options, key=key, tokenizer=Letters(), stop=stop
+        engine,
+        model.unstack(params),
+        prompts,
+        group_size=group,
+        sampling=options,
+        key=key,
+        tokenizer=Letters(),
+        stop=stop,
     )
 
 
@@ -108,7 +115,9 @@ def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature)
         advantages=mask,
         rollout_log_probs=expected,
     )
-    spec = StepSpec(model=model, mesh=one_device(), algo=AlgoConfig(), temperature=temperature, vocab_limit=LIMIT)
+    spec = StepSpec(
+        model=model, mesh=one_device(), algo=AlgoConfig(), temperature=temperature, vocab_limit=LIMIT
+    )
     log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(params, micro)
     assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4
 
@@ -132,7 +141,12 @@ def test_samples_of_a_group_differ_and_seeds_differ(model, params, prompts):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(slots=3), dict(slots=7, prefill_rows=2, steps_per_dispatch=1), dict(prefill_chunk_tokens=24), dict(slots=64)],
+    [
+        dict(slots=3),
+        dict(slots=7, prefill_rows=2, steps_per_dispatch=1),
+        dict(prefill_chunk_tokens=24),
+        dict(slots=64),
+    ],
 )
 def test_schedule_does_not_change_the_samples(model, params, prompts, changes):
     """Slots, refills, prefill batches, chunks and dispatches: same ids for the same seed."""
@@ -199,7 +213,13 @@ def test_nothing_compiles_after_the_first_call(model, params, prompts):
 
     def go(some, group, limit):
         rollout(
-            engine, rollout_params, some, group_size=group, sampling=Sampling(max_new_tokens=limit), key=key, tokenizer=Letters()
+            engine,
+            rollout_params,
+            some,
+            group_size=group,
+            sampling=Sampling(max_new_tokens=limit),
+            key=key,
+            tokenizer=Letters(),
         )
 
     go(prompts, 4, 16)

@@ -1,0 +1,102 @@
+"""``reward_model``: a sequence-classification model scores each completion, on the run's own mesh.
+
+    rewards: {terms: [{name: reward_model, args: {path: Skywork/Skywork-Reward-V2-Qwen3-0.6B}}]}
+
+It reads the conversation through its own tokenizer and chat template, so it need not share the policy's. Arguments: ``path``
+(Hugging Face folder or hub name), ``compute_dtype`` (default bfloat16), ``max_tokens`` (longest conversation, default 4096:
+a longer one abstains), ``batch_rows`` (conversations scored at once, default 8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrl.batch import Rollouts
+from jaxrl.config import ConfigError
+from jaxrl.data.chat import Renderer
+from jaxrl.data.config import DataConfig
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.distributed import to_host
+from jaxrl.models import hf
+from jaxrl.models.reward_head import load_reward_head
+from jaxrl.sharding import BATCH_AXES, batch_shards, put
+
+logger = logging.getLogger("jaxrl")
+
+_SMALLEST = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelArgs:
+    """``args`` of a ``reward_model`` term."""
+
+    path: str
+    compute_dtype: str = "bfloat16"
+    max_tokens: int = 4096
+    batch_rows: int = 8
+
+
+class RewardModel:
+    """One reward model, loaded onto ``mesh``.
+
+    Args:
+        args: of the term.
+        data: how rows become conversations.
+        key: of the term in the settings, for messages.
+    """
+
+    def __init__(self, args: Mapping[str, Any], data: DataConfig, mesh: Mesh, key: str):
+        try:
+            self.args = RewardModelArgs(**args)
+        except TypeError as error:
+            names = ", ".join(f.name for f in dataclasses.fields(RewardModelArgs))
+            raise ConfigError(f"{error}; reward_model takes {names}", f"{key}.args") from None
+        self.mesh = mesh
+        folder = hf.resolve(self.args.path, f"{key}.args.path")
+        self.tokenizer = load_tokenizer(str(folder), f"{key}.args.path")
+        self.plain = data.chat_template == "none" or not self.tokenizer.has_chat_template
+        template = "none" if self.plain else "auto"
+        own = dataclasses.replace(data, chat_template=template, chat_template_args={})
+        self.renderer = Renderer(own, self.tokenizer)
+        head, self.params = load_reward_head(
+            folder, mesh, compute_dtype=self.args.compute_dtype, key=f"{key}.args.path"
+        )
+        self._score = jax.jit(head.score)
+
+    def score(self, rollouts: Rollouts) -> np.ndarray:
+        """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens``."""
+        group = rollouts.group_size
+        rows = [self._ids(rollouts.prompts.examples[i // group], text) for i, text in enumerate(rollouts.texts)]
+        result = np.full(len(rows), np.nan)
+        short = [i for i, ids in enumerate(rows) if len(ids) <= self.args.max_tokens]
+        if len(short) < len(rows):
+            logger.warning("reward_model: %d conversations exceed max_tokens", len(rows) - len(short))
+        order = sorted(short, key=lambda i: len(rows[i]))
+        shards = batch_shards(self.mesh)
+        size = -(-self.args.batch_rows // shards) * shards
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            lengths = np.ones(size, np.int32)
+            lengths[: len(chosen)] = [len(rows[i]) for i in chosen]
+            # Lengths in powers of two: few programs, at most half of a row is padding.
+            width = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
+            tokens = np.zeros((size, width), np.int32)
+            for row, i in enumerate(chosen):
+                tokens[row, : len(rows[i])] = rows[i]
+            spec = partial(put, mesh=self.mesh, spec=PartitionSpec(BATCH_AXES))
+            result[chosen] = to_host(self._score(self.params, spec(tokens), spec(lengths)))[: len(chosen)]
+        return result
+
+    def _ids(self, example: Mapping[str, Any], completion: str) -> list[int]:
+        if self.plain:
+            return self.tokenizer.encode_prompt(self.renderer.prompt(example).text + completion)
+        conversation = [*self.renderer.conversation(example), {"role": "assistant", "content": completion}]
+        return self.tokenizer.encode_chat(conversation, add_generation_prompt=False)

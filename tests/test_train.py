@@ -1,0 +1,266 @@
+"""The loop from the outside: ``jaxrl.train.run`` on a tiny model from scratch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import train
+from jaxrl.checkpoint import Checkpoints
+from jaxrl.config import ConfigError, UserCodeError, load, to_yaml
+from jaxrl.settings import RunConfig
+
+TINY = """
+steps: 4
+seed: 3
+model:
+  scratch: {model_type: llama, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 8,
+            num_key_value_heads: 2, head_dim: 8, max_position_embeddings: 64}
+  tokenizer: builtin:chars
+  compute_dtype: float32
+  remat: none
+mesh: {data: 1}
+data: {source: arithmetic, options: {digits: 1, rows: 10}, chat_template: none, max_prompt_tokens: 6, prompts_per_step: 4}
+rollout: {group_size: 4, max_new_tokens: 6, slots: 8, prefill_chunk_tokens: 8, steps_per_dispatch: 4}
+rewards: {terms: [{name: PLACE/rewards.py:even}], workers: 0}
+optim: {learning_rate: 1e-2}
+batch: {micro_batch_tokens: 48}
+checkpoint: {every: 2, keep_last: 10}
+metrics: {progress: none, tensorboard: false}
+"""
+REWARDS = """
+def even(completions, token_ids, **columns):
+    "Share of even ids: any model gets some of it, so every step has a gradient."
+    return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) for ids in token_ids]
+
+def never(completions):
+    return [None] * len(completions)
+
+def broken(completions):
+    raise ValueError("my own mistake")
+"""
+TIMES = ("time", "time/", "throughput/", "memory/", "compile/")
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """configure(*overrides) -> RunConfig of the tiny run in a fresh folder."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    source = tmp_path / "tiny.yaml"
+    source.write_text(TINY.replace("PLACE", str(tmp_path)))
+
+    def make(*overrides):
+        given = [o.replace("PLACE", str(tmp_path)) for o in overrides]
+        return load(RunConfig, source, [f"output_dir={tmp_path}/runs", *given])[0]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch, request):
+    """Runs see one device unless a test asks for all eight."""
+    if "all_devices" not in request.keywords:
+        first = jax.devices()[:1]
+        monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def metrics_of(config):
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    return [{k: v for k, v in s.items() if not k.startswith(TIMES)} for s in steps]
+
+
+def arrays_of(config, step):
+    folder = Checkpoints(config.run_dir, read_only=True)
+    try:
+        return folder.raw(step)
+    finally:
+        folder.close()
+
+
+def assert_same_bits(a, b):
+    flat_a, flat_b = jax.tree.leaves_with_path(a), jax.tree.leaves_with_path(b)
+    assert [p for p, _ in flat_a] == [p for p, _ in flat_b]
+    for (path, x), (_, y) in zip(flat_a, flat_b, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))
+
+
+RESUME_CASES = {
+    "plain": [],
+    "workers, an epoch border, accumulation over micro-batches": [
+        "data.workers=2",
+        "steps=null",
+        "data.epochs=2",  # 10 rows, 4 a step: the border lies within step 3, the last step has 4 rows
+        "algo.name=grpo",
+        "algo.num_minibatches=2",
+        "optim.schedule=cosine",
+    ],
+    "supervised": ["algo.name=sft", "rewards.terms=[]", "batch.row_tokens=16"],
+}
+
+
+@pytest.mark.parametrize("case", RESUME_CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
+    """Contract 3: parameters, optimizer, counters, data position and metrics, bit for bit."""
+    overrides = RESUME_CASES[case]
+    if case == "supervised":
+        overrides = [*overrides, "algo.name=sft"]
+    straight = configure("name=straight", *overrides)
+    assert train.run(straight) == 0
+    parts = configure("name=parts", "resume=auto", *overrides)
+
+    stop = StopAtStep(parts, 2)
+    assert train.run(parts, stop) == train.INTERRUPTED
+    assert metrics_of(parts)[-1]["step"] == 2
+    assert train.run(parts) == 0
+
+    steps = [m["step"] for m in metrics_of(straight)]
+    last = steps[-1]
+    assert steps == list(range(1, last + 1)) and last >= 4
+    assert metrics_of(straight) == metrics_of(parts)
+    assert_same_bits(arrays_of(straight, last), arrays_of(parts, last))
+
+
+class StopAtStep(threading.Event):
+    """Set once the run has logged up to ``step``: stands for a signal at that moment."""
+
+    def __init__(self, config, step):
+        super().__init__()
+        self.config, self.step = config, step
+
+    def is_set(self):
+        path = self.config.run_dir / "metrics.jsonl"
+        done = sum('"step"' in line and '"event"' not in line for line in path.read_text().splitlines())
+        return done >= self.step - 1
+
+
+def test_the_run_folder_tells_the_whole_story(configure):
+    config = configure("eval.every=2", "eval.at_start=true", "eval.limit=3", "eval.samples=2", "eval.temperature=1.0")
+    assert train.run(config) == 0
+    logged = metrics_of(config)
+    assert [m["step"] for m in logged] == [0, 1, 2, 3, 4]
+    assert [("eval/pass_at_1" in m) for m in logged] == [True, False, True, False, True]
+    names = "reward/mean reward/even rollout/length_mean algo/entropy algo/clip_fraction rollout/truncated_fraction"
+    for name in [*names.split(), "sampler/log_prob_diff_mean", "optim/grad_norm", "optim/learning_rate"]:
+        assert all(name in m for m in logged[1:]), name
+    assert all(m["sampler/log_prob_diff_max"] < 1e-4 for m in logged[1:])
+    assert [m["rollout/policy_version"] for m in logged[1:]] == [0, 1, 2, 3]
+    again = load(RunConfig, config.run_dir / "config.yaml")[0]
+    assert again == config
+    sample = json.loads((config.run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "completion", "answer", "reward", "rewards", "stop_reason", "length"} <= set(sample)
+    assert "<svg" in (config.run_dir / "report.html").read_text()
+    assert Checkpoints.list_steps(config.run_dir) == [2, 4]
+
+
+def test_steady_state_compiles_nothing_and_leaks_nothing(configure):
+    """Contracts 6 and 7."""
+    config = configure("steps=8", "eval.every=2", "eval.limit=3", "checkpoint.every=0")
+    train.run(config)
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = [m for m in lines if "event" not in m]
+    assert [m["compile/count"] for m in logged[3:]] == [0] * 5
+    assert logged[4]["memory/live_bytes"] == logged[7]["memory/live_bytes"]
+
+
+@pytest.mark.all_devices
+@pytest.mark.parametrize("mesh", ["{data: 8}", "{data: 2, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 1, tensor: 8}"])
+def test_the_mesh_does_not_change_the_run(configure, mesh):
+    """Contract 4, through the whole loop: same samples, same parameters up to the order of additions."""
+    common = ["steps=2", "batch.micro_batch_tokens=128", "algo.kl_coef=0.1"]
+    first = jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        one = configure("name=one", *common)
+        train.run(one)
+    many = configure("name=many", f"mesh={mesh}", *common)
+    train.run(many)
+    for a, b in zip(metrics_of(one), metrics_of(many), strict=True):
+        assert a["reward/mean"] == b["reward/mean"] and a["rollout/length_mean"] == b["rollout/length_mean"]
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
+    for x, y in zip(*(jax.tree.leaves(arrays_of(c, 2)["params"]) for c in (one, many)), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-4)
+
+
+def test_micro_batches_do_not_change_the_gradient(configure):
+    norms = []
+    for tokens in (24, 48, 480):
+        config = configure(f"name=m{tokens}", "steps=1", f"batch.micro_batch_tokens={tokens}")
+        train.run(config)
+        norms.append(metrics_of(config)[0]["optim/grad_norm"])
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_an_update_without_any_judged_sample_changes_nothing(configure):
+    config = configure("steps=2", "rewards.terms.0.name=PLACE/rewards.py:never", "checkpoint.every=1")
+    assert train.run(config) == 0
+    assert [m["optim/skipped"] for m in metrics_of(config)] == [1, 1]
+    assert [m["rollout/policy_version"] for m in metrics_of(config)] == [0, 0]
+    assert_same_bits(arrays_of(config, 1)["params"], arrays_of(config, 2)["params"])
+
+
+def test_gradients_that_are_not_finite_end_the_run(configure):
+    """One bad update is skipped and counted; a configured number in a row ends the run with its good parameters."""
+    config = configure("optim.learning_rate=1e30", "optim.max_grad_norm=null", "algo.max_consecutive_skipped=2", "steps=9")
+    with pytest.raises(train.Diverged, match="2 updates in a row"):
+        train.run(config)
+    assert [m["optim/skipped"] for m in metrics_of(config)][-2:] == [1, 1]
+
+
+def test_a_used_folder_is_refused_unless_told(configure):
+    config = configure("steps=2")
+    train.run(config)
+    with pytest.raises(ConfigError, match="resume"):
+        train.run(config)
+    assert train.run(configure("steps=2", "resume=never")) == 0
+    assert (config.run_dir / "checkpoints.old1").is_dir()
+    with pytest.raises(ConfigError, match="must"):
+        train.run(configure("name=new", "resume=must"))
+
+
+def test_another_run_starts_from_its_parameters(configure):
+    train.run(configure("name=first", "steps=2"))
+    second = configure("name=second", "steps=2", "init_from=PLACE/runs/first/checkpoints/2", "optim.learning_rate=1e-30")
+    train.run(second)
+    assert_same_bits(arrays_of(configure("name=first"), 2)["params"], arrays_of(second, 2)["params"])
+
+
+def test_dynamic_sampling_refills_up_to_its_cap(configure):
+    config = configure("algo.name=dapo", "rewards.terms.0.name=PLACE/rewards.py:never", "algo.dynamic_sampling_rounds=2", "steps=1")
+    train.run(config)
+    logged = metrics_of(config)[0]
+    assert (logged["algo/sampled_groups"], logged["algo/kept_groups"]) == (12, 0)
+    assert logged["optim/skipped"] == 1
+
+
+def test_errors_of_user_code_are_the_users(configure):
+    config = configure("rewards.terms.0.name=PLACE/rewards.py:broken", "rewards.on_error=stop")
+    with pytest.raises(UserCodeError, match="my own mistake"):
+        train.run(config)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_command_continues(configure, tmp_path):
+    """The real command: SIGTERM -> checkpoint, exit code 75; the same command again ends with 0."""
+    config = configure("steps=200", "resume=auto", "checkpoint.every=0")
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "jaxrl.train", "--config", str(tmp_path / "c.yaml")]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    path = config.run_dir / "metrics.jsonl"
+    while process.poll() is None and not (path.exists() and len(path.read_text().splitlines()) > 4):
+        pass
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    done = Checkpoints.list_steps(config.run_dir)[-1]
+    assert metrics_of(config)[-1]["step"] == done
+    again = subprocess.run([*command, f"steps={done + 2}"], env=env, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert [m["step"] for m in metrics_of(config)] == list(range(1, done + 3))
