@@ -118,7 +118,9 @@ class Reward:
 
     def _bound(self, rows: Rows) -> dict[str, Any]:
         accepted, anything, needed = _signature(self.name, self.function)
-        offered: dict[str, Any] = {**rows.columns, **{name: list(getattr(rows, name)) for name in _GIVEN[:3]}}
+        # A built-in's parameters are settings: a column that happens to be called "gold" must not fill one.
+        columns = {} if self.built_in else rows.columns
+        offered: dict[str, Any] = {**columns, **{name: list(getattr(rows, name)) for name in _GIVEN[:3]}}
         if "columns" in accepted:
             offered["columns"] = dict(rows.columns)
         offered.update(self.args)

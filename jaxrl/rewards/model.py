@@ -20,28 +20,19 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.batch import Rollouts
-from jaxrl.config import ConfigError
+from jaxrl.config import from_dict
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.distributed import to_host
 from jaxrl.models import hf
 from jaxrl.models.reward_head import load_reward_head
+from jaxrl.rewards.config import RewardModelArgs
 from jaxrl.sharding import BATCH_AXES, batch_shards, put
 
 logger = logging.getLogger("jaxrl")
 
 _SMALLEST = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModelArgs:
-    """``args`` of a ``reward_model`` term."""
-
-    path: str
-    compute_dtype: str = "bfloat16"
-    max_tokens: int = 4096
-    batch_rows: int = 8
 
 
 class RewardModel:
@@ -54,11 +45,7 @@ class RewardModel:
     """
 
     def __init__(self, args: Mapping[str, Any], data: DataConfig, mesh: Mesh, key: str):
-        try:
-            self.args = RewardModelArgs(**args)
-        except TypeError as error:
-            names = ", ".join(f.name for f in dataclasses.fields(RewardModelArgs))
-            raise ConfigError(f"{error}; reward_model takes {names}", f"{key}.args") from None
+        self.args = from_dict(RewardModelArgs, args, f"{key}.args")
         self.mesh = mesh
         folder = hf.resolve(self.args.path, f"{key}.args.path")
         self.tokenizer = load_tokenizer(str(folder), f"{key}.args.path")
