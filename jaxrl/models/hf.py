@@ -163,7 +163,7 @@ def read_params(
         sharding = NamedSharding(mesh, spec) if mesh else None
         leaf = _at(params, t.path)
         if leaf is None:
-            leaf = jax.jit(partial(jnp.zeros, shape.shape, shape.dtype), out_shardings=sharding)()
+            leaf = jnp.zeros(shape.shape, shape.dtype, device=sharding)
         leaf = _write(leaf, value, _starts(t, leaf), len(t.index), t.matrix)
         _put(params, t.path, jax.block_until_ready(leaf))  # at most one tensor on its way
         done += 1

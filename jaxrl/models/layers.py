@@ -1,6 +1,6 @@
 """The parts of a decoder layer, as flax.nnx modules: norm, attention, MLP, and the layer itself.
 
-A parameter carries the logical names of its axes (``sharding_names``), which ``jaxrl.sharding`` turns into
+A parameter carries the logical names of its axes (``out_sharding``), which ``jaxrl.sharding`` turns into
 mesh axes. It is kept in the dtype it was made in and cast to the compute dtype where it is used; norms, rope
 and softmax are float32.
 """
@@ -57,7 +57,7 @@ def param(
         value = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
     else:
         value = jnp.zeros(shape, dtype)
-    return nnx.Param(value, sharding_names=names, eager_sharding=False)
+    return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
 
 def project(x: jax.Array, weight: nnx.Param, dtype, *, inputs: int = 1) -> jax.Array:
@@ -82,7 +82,7 @@ class RMSNorm(nnx.Module):
             tuple(range(-len(shape), 0)),
         )
         self.scale = nnx.Param(
-            jnp.full(shape, 1.0 - config.norm_offset, dtype), sharding_names=names, eager_sharding=False
+            jnp.full(shape, 1.0 - config.norm_offset, dtype), out_sharding=names, eager_sharding=False
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -46,13 +46,7 @@ class Model:
         """Random parameters in the train layout, made on the devices they belong to. Independent of the
         mesh."""
         mesh = mesh or self.mesh
-
-        def make(key):
-            rngs = nnx.Rngs(params=key)
-            return nnx.to_pure_dict(nnx.state(Decoder(self.config, scan=True, rngs=rngs, dtype=param_dtype)))
-
-        shardings = named(mesh, self.specs(mesh)) if mesh else None
-        return jax.jit(make, out_shardings=shardings)(key)
+        return _initializer(dataclasses.replace(self, mesh=mesh), param_dtype)(key)
 
     def shapes(self, param_dtype: str = "float32", view: View = "train") -> Params:
         """The parameters as a tree of ShapeDtypeStruct, in the layout of ``view``."""
@@ -160,6 +154,17 @@ class Model:
     def _decoder(self, params: Params) -> Decoder:
         graph, _ = _abstract(self.config, STACKED in params)
         return nnx.merge(graph, params)
+
+
+@lru_cache(maxsize=16)
+def _initializer(model: Model, param_dtype: str) -> Any:
+    """The compiled program of ``init``."""
+
+    def make(key):
+        rngs = nnx.Rngs(params=key)
+        return nnx.to_pure_dict(nnx.state(Decoder(model.config, scan=True, rngs=rngs, dtype=param_dtype)))
+
+    return jax.jit(make, out_shardings=named(model.mesh, model.specs()) if model.mesh else None)
 
 
 @lru_cache(maxsize=64)
