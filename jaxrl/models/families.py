@@ -189,15 +189,16 @@ def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     r = _Reader(given, where)
     _refuse_unsupported(r)
     hidden, heads = r.number("hidden_size"), r.number("num_attention_heads")
-    if r.get("head_dim") is None and hidden % heads:
+    derived = not r.found  # of sizes that are missing nothing can be derived
+    if derived and r.get("head_dim") is None and hidden % heads:
         r.problem(
             "num_attention_heads", f"hidden_size {hidden} is no multiple of {heads} heads; head_dim is needed"
         )
     head_dim = r.number("head_dim", max(hidden // heads, 1))
     kv_heads = r.number("num_key_value_heads", heads)
-    if heads % kv_heads:
+    if derived and heads % kv_heads:
         r.problem("num_key_value_heads", f"{heads} query heads are no multiple of {kv_heads} kv heads")
-    if head_dim % 2:
+    if derived and head_dim % 2:
         r.problem("head_dim", f"head_dim {head_dim} is odd; rope needs an even one")
     activation = r.get("hidden_activation") or r.get("hidden_act")
     if activation not in _ACTIVATIONS:
