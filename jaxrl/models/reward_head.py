@@ -28,7 +28,8 @@ class RewardHead:
         """Rewards [B] float32 of ``tokens`` [B, T]; the first ``lengths`` [B] (at least 1) are real."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, _ = self.model.hidden_states(params, tokens, positions, segments)
+        decoder = {name: value for name, value in params.items() if name != "score"}
+        hidden, _ = self.model.hidden_states(decoder, tokens, positions, segments)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return last.astype(jnp.float32) @ params["score"][0].astype(jnp.float32)
 
