@@ -183,8 +183,8 @@ def assemble(config: RunConfig) -> Assembly:
         model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} (vocab_size): "
-            "they do not belong together",
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} "
+            "(vocab_size): they do not belong together",
             "model.tokenizer",
         )
     model = Model(

@@ -1,9 +1,10 @@
 """The arrays that flow through one step: their fields, shapes and units. This file is the glossary.
 
 Letters: P prompts, G group size, B = P * G sequences, R packed rows, M micro-batches, T tokens of a row.
-Every [..., T] array is aligned to the token it describes: ``log_probs[b, t]`` belongs to ``tokens[b, t]`` given
-``tokens[b, :t]``. Log-probs are in nats, of logits / temperature. Three of them, always prefixed: ``rollout_`` (the
-sampler's), ``old_`` (the policy at the start of the update) and ``ref_`` (the frozen reference).
+Every [..., T] array is aligned to the token it describes: ``log_probs[b, t]`` belongs to ``tokens[b, t]``
+given ``tokens[b, :t]``. Log-probs are in nats, of logits / temperature. Three of them, always prefixed:
+``rollout_`` (the sampler's), ``old_`` (the policy at the start of the update) and ``ref_`` (the frozen
+reference).
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def take(self, numbers: Sequence[int]) -> Prompts:
+        """Some of the prompts, by index."""
+        return Prompts(
+            ids=[self.ids[i] for i in numbers],
+            tokens=[self.tokens[i] for i in numbers],
+            texts=[self.texts[i] for i in numbers],
+            examples=[self.examples[i] for i in numbers],
+        )
+
+    def __add__(self, other: Prompts) -> Prompts:
+        return Prompts(
+            ids=[*self.ids, *other.ids],
+            tokens=[*self.tokens, *other.tokens],
+            texts=[*self.texts, *other.texts],
+            examples=[*self.examples, *other.examples],
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,29 +86,27 @@ class Rollouts:
     def take(self, groups: Sequence[int]) -> Rollouts:
         """The groups of the given prompts only (indexes into the P prompts)."""
         rows = [p * self.group_size + g for p in groups for g in range(self.group_size)]
-        prompts = {
-            f.name: [getattr(self.prompts, f.name)[p] for p in groups] for f in dataclasses.fields(Prompts)
-        }
         return dataclasses.replace(
             self,
-            prompts=Prompts(**prompts),
-            **{name: [getattr(self, name)[i] for i in rows] for name in _PER_SEQUENCE},
+            prompts=self.prompts.take(groups),
+            tokens=[self.tokens[i] for i in rows],
+            loss_mask=[self.loss_mask[i] for i in rows],
+            rollout_log_probs=[self.rollout_log_probs[i] for i in rows],
+            stop_reasons=[self.stop_reasons[i] for i in rows],
+            texts=[self.texts[i] for i in rows],
         )
 
     def __add__(self, other: Rollouts) -> Rollouts:
         """These groups, then those of ``other`` (same group size and policy)."""
-        prompts = {
-            f.name: [*getattr(self.prompts, f.name), *getattr(other.prompts, f.name)]
-            for f in dataclasses.fields(Prompts)
-        }
         return dataclasses.replace(
             self,
-            prompts=Prompts(**prompts),
-            **{name: [*getattr(self, name), *getattr(other, name)] for name in _PER_SEQUENCE},
+            prompts=self.prompts + other.prompts,
+            tokens=[*self.tokens, *other.tokens],
+            loss_mask=[*self.loss_mask, *other.loss_mask],
+            rollout_log_probs=[*self.rollout_log_probs, *other.rollout_log_probs],
+            stop_reasons=[*self.stop_reasons, *other.stop_reasons],
+            texts=[*self.texts, *other.texts],
         )
-
-
-_PER_SEQUENCE = ("tokens", "loss_mask", "rollout_log_probs", "stop_reasons", "texts")
 
 
 @jax.tree_util.register_dataclass

@@ -1,8 +1,9 @@
 """Checkpoints: Orbax's CheckpointManager around (parameters, optimizer, meta).
 
-``<run>/checkpoints/<step>/`` holds three items: ``params`` and ``optimizer`` (OCDBT arrays, sharded: every host writes its own
-part) and ``meta`` (JSON: data position, metric step, resolved config, versions). Randomness needs no state: every number is a
-function of (seed, step, prompt, sample, position). There is no pickle anywhere.
+``<run>/checkpoints/<step>/`` holds three items: ``params`` and ``optimizer`` (OCDBT arrays, sharded: every
+host writes its own part) and ``meta`` (JSON: data position, metric step, resolved config, versions).
+Randomness needs no state: every number is a function of (seed, step, prompt, sample, position). There is no
+pickle anywhere.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run directory.
 
-    ``save`` returns once the arrays are copied off the device; an error of an earlier background write is raised by the next
-    ``save`` or by ``close``. A checkpoint that was not completely written has no final name and is never listed.
+    ``save`` returns once the arrays are copied off the device; an error of an earlier background write is
+    raised by the next ``save`` or by ``close``. A checkpoint that was not completely written has no final
+    name and is never listed.
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class Checkpoints:
     def save(
         self, step: int, state: TrainState, meta: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> None:
-        """Write the state after ``step`` steps. ``meta`` is JSON-able; ``metrics`` are the latest logged values."""
+        """Write the state after ``step`` steps. ``meta`` is JSON-able; ``metrics`` are the latest logged
+        values."""
         args = self._ocp.args
         ranked = {k: float(v) for k, v in metrics.items() if k == self.config.best_metric}
         self._manager.save(
@@ -128,7 +131,8 @@ class Checkpoints:
         return self._restore(step, params=self._ocp.args.StandardRestore(like))["params"]
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The whole state in the shardings of ``like``, whatever mesh wrote it. ConfigError when shapes differ."""
+        """The whole state in the shardings of ``like``, whatever mesh wrote it. ConfigError when shapes
+        differ."""
         args = self._ocp.args
         optimizer = args.StandardRestore(_optimizer_item(like))
         found = self._restore(step, params=args.StandardRestore(like.params), optimizer=optimizer)
@@ -150,7 +154,8 @@ class Checkpoints:
         except (ValueError, KeyError) as error:
             raise ConfigError(
                 f"{self.directory / str(step)} does not fit this run's model or optimizer: {error}. "
-                "A run resumes with the settings it was started with; use init_from to start another run from its parameters"
+                "A run resumes with the settings it was started with; init_from starts another run from its "
+                "parameters"
             ) from error
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Start-up on one process, several hosts or Pathways, and the little that processes tell each other.
 
-Every process runs the same program on the same data; the mesh spans all devices. What only one may do (write files, call reward
-functions) the first does, and ``broadcast`` hands the result to the others.
+Every process runs the same program on the same data; the mesh spans all devices. What only one may do (write
+files, call reward functions) the first does, and ``broadcast`` hands the result to the others.
 
-Environment variables that are read: ``JAX_PLATFORMS`` (``proxy``: Pathways, one controller for the whole slice);
-``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` (processes started by hand);
+Environment variables that are read: ``JAX_PLATFORMS`` (``proxy``: Pathways, one controller for the whole
+slice); ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` (processes started by hand);
 ``TPU_WORKER_HOSTNAMES``, ``MEGASCALE_NUM_SLICES`` (set by GKE on multi-host slices).
 """
 

@@ -1,7 +1,7 @@
 """python -m jaxrl.evaluate: pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.
 
-python -m jaxrl.evaluate --run runs/quickstart                       # newest checkpoint, the run's own settings
-python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
+python -m jaxrl.evaluate --run runs/quickstart                       # newest checkpoint, the run's own
+settings python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
 python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
 """
 
@@ -49,8 +49,8 @@ def evaluate(
 ) -> tuple[dict[str, float], Rollouts, Scores]:
     """Sample ``eval.samples`` completions of each held-out prompt and score them.
 
-    Returns the metrics (``eval/...``), and the completions with their scores. The numbers depend on the parameters and the
-    seed alone, not on the step.
+    Returns the metrics (``eval/...``), and the completions with their scores. The numbers depend on the
+    parameters and the seed alone, not on the step.
     """
     config = parts.config
     total = len(prompts) * config.eval.samples
@@ -76,7 +76,8 @@ def evaluate(
 
 
 def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[str, float]:
-    """eval/pass_at_1, eval/pass_at_k, eval/maj_at_k (k = eval.samples), mean reward of all and of each term, length."""
+    """eval/pass_at_1, eval/pass_at_k, eval/maj_at_k (k = eval.samples), mean reward of all and of each term,
+    length."""
     group = completions.group_size
     task = np.nan_to_num(scores.parts[config.rewards.task], nan=-math.inf).reshape(-1, group)
     passed = task >= config.rewards.pass_threshold
@@ -99,16 +100,16 @@ def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[st
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k samples is correct, from n of which ``correct`` are: 1 - C(n - c, k) / C(n, k)
-    (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    """Unbiased probability that at least one of k samples is correct, from n of which ``correct`` are: 1 -
+    C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     if n - correct < k:
         return 1.0
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[str | None], passed: np.ndarray) -> float:
-    """Share of prompts whose most frequent answer is right (maj@k). passed [P, k]; ties go to the answer that came first;
-    completions without a readable answer do not vote."""
+    """Share of prompts whose most frequent answer is right (maj@k). passed [P, k]; ties go to the answer that
+    came first; completions without a readable answer do not vote."""
     group = passed.shape[1]
     right = 0
     for p, row in enumerate(passed):
@@ -164,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     config, given = parse(
         argv,
         prog="python -m jaxrl.evaluate",
-        description="pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder on the eval data.",
+        description="pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.",
         add_options=options,
     )
     if run:

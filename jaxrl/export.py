@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     config, given = parse(
         argv,
         prog="python -m jaxrl.export",
-        description="Write a checkpoint as a Hugging Face folder: weights, config, tokenizer, generation config.",
+        description="Write a checkpoint as a Hugging Face folder: weights, config, tokenizer.",
         add_options=options,
     )
     for name, value in (("--run", run), ("--output", given.output)):

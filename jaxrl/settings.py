@@ -1,7 +1,8 @@
 """``RunConfig``: the whole configuration of a run, and the checks that need more than one section.
 
-Each section is a dataclass beside the code that reads it; ``jaxrl/config.py`` fills the tree from YAML, gin and the command
-line. Nothing here touches a device, downloads or compiles, so a bad configuration is refused at once.
+Each section is a dataclass beside the code that reads it; ``jaxrl/config`` fills the tree from YAML, gin
+and the command line. Nothing here touches a device, downloads or compiles, so a bad configuration is refused
+at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from jaxrl.step import OptimConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Held-out evaluation, during training and by ``python -m jaxrl.evaluate``. Prompts are made as in ``data``."""
+    """Held-out evaluation, during training and by ``python -m jaxrl.evaluate``. Prompts are made as in
+    ``data``."""
 
     every: int = setting(0, "steps between evaluations; 0: only where at_start and at_end say so")
     at_start: bool = setting(False, "evaluate before the first step")
@@ -56,7 +58,7 @@ class EvalConfig:
         if self.samples > 1 and self.temperature == 0:
             yield (
                 "temperature",
-                f"0 (greedy) makes all {self.samples} samples of a prompt equal; needs > 0, or eval.samples 1",
+                f"0 (greedy) makes all {self.samples} samples of a prompt equal; needs > 0, or samples 1",
             )
         yield from sampling_problems(dataclasses.replace(self, max_new_tokens=self.max_new_tokens or 1))
 
@@ -75,8 +77,8 @@ class RunConfig:
     steps: int | None = setting(None, "training steps; null: until the data ends (data.epochs)")
     resume: Literal["auto", "never", "must"] | None = setting(
         None,
-        "what to do when the run's folder has checkpoints. auto: continue, or start when there are none; must: continue, or fail; "
-        "never: set them aside and start anew; null: refuse",
+        "what to do when the run's folder has checkpoints. auto: continue, or start when there are none; "
+        "must: continue, or fail; never: set them aside and start anew; null: refuse",
     )
     init_from: str | None = setting(
         None, "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>"
@@ -160,8 +162,8 @@ class RunConfig:
             yield (
                 "rollout.group_size",
                 (
-                    f"{self.rollout.group_size}: advantage {self.algo.advantage!r} compares the completions of a prompt, "
-                    f"so a group needs at least {least}"
+                    f"{self.rollout.group_size}: advantage {self.algo.advantage!r} compares the completions "
+                    f"of a prompt, so a group needs at least {least}"
                 ),
             )
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
@@ -169,8 +171,8 @@ class RunConfig:
                 yield (
                     f"rollout.{key}",
                     (
-                        f"{getattr(self.rollout, key)}: training would score another distribution than the sampler's; "
-                        f"needs {off} (off). Evaluation may use eval.{key}"
+                        f"{getattr(self.rollout, key)}: training would score another distribution than the "
+                        f"sampler's; needs {off} (off). Evaluation may use eval.{key}"
                     ),
                 )
         if self.algo.num_minibatches > self.data.prompts_per_step * self.rollout.group_size:
@@ -216,6 +218,16 @@ class RunConfig:
                 not supervised,
                 ["data.completion", "data.train_on"],
                 "completions are sampled, not read from the data",
+            ),
+            (
+                self.data.messages is not None,
+                ["data.prompt", "data.completion"],
+                "data.messages gives the whole conversation",
+            ),
+            (
+                supervised and not held_out and self.batch.row_tokens is not None,
+                ["data.max_prompt_tokens"],
+                "supervised rows are limited by batch.row_tokens",
             ),
             (self.optim.schedule == "constant", ["optim.final_fraction"], schedule),
             (

@@ -1,8 +1,8 @@
 """The mesh, and how logical axes of arrays lie on it.
 
-One mesh with axes (data, fsdp, tensor) serves both phases. The *train view* spreads parameters over fsdp and tensor; the
-*rollout view* is the same devices seen as (data * fsdp, tensor): weights lie over tensor only, so the decode loop never
-gathers a parameter. The views differ only in their table of rules.
+One mesh with axes (data, fsdp, tensor) serves both phases. The *train view* spreads parameters over fsdp and
+tensor; the *rollout view* is the same devices seen as (data * fsdp, tensor): weights lie over tensor only, so
+the decode loop never gathers a parameter. The views differ only in their table of rules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class MeshConfig:
             yield "data", f"-1 is given for several axes ({sizes}): at most one can be derived"
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Axis sizes for ``num_devices``. ConfigError with the numbers and a valid choice when they do not match."""
+        """Axis sizes for ``num_devices``. ConfigError with the numbers and a valid choice when they do not
+        match."""
         sizes = dataclasses.asdict(self)
         known = math.prod(s for s in sizes.values() if s != -1)
         free = [axis for axis, s in sizes.items() if s == -1]
@@ -57,9 +58,10 @@ class MeshConfig:
         if math.prod(sizes.values()) != num_devices:
             given = " x ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(self).items())
             raise ConfigError(
-                f"mesh: {given} does not match {num_devices} devices. The product of the axes must be {num_devices}; "
-                f"valid: mesh.data={num_devices} mesh.fsdp=1 mesh.tensor=1, or leave mesh.data at -1 with fsdp * tensor "
-                f"dividing {num_devices} ({', '.join(map(str, divisors(num_devices)))})."
+                f"{given} does not match {num_devices} devices, which the product of the axes must be. "
+                f"Valid: mesh.data={num_devices} mesh.fsdp=1 mesh.tensor=1, or mesh.data=-1 with "
+                f"fsdp * tensor one of {', '.join(map(str, divisors(num_devices)))}",
+                "mesh",
             )
         return sizes
 
@@ -70,7 +72,8 @@ def divisors(n: int) -> list[int]:
 
 
 def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over ``devices`` (default: all of the run). TPU devices are laid out along the interconnect."""
+    """The mesh over ``devices`` (default: all of the run). TPU devices are laid out along the
+    interconnect."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = (config or MeshConfig()).resolve(len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
@@ -84,8 +87,9 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
 def spec_for(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | None, view: View = "train"
 ) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions carry ``logical_axes``. A dimension that its mesh axis does not divide
-    stays replicated, and a mesh axis is used once (the first dimension that asks for it gets it)."""
+    """PartitionSpec of an array whose dimensions carry ``logical_axes``. A dimension that its mesh axis does
+    not divide stays replicated, and a mesh axis is used once (the first dimension that asks for it gets
+    it)."""
     if mesh is None:
         return PartitionSpec()
     entries: list[str | None] = []
@@ -113,9 +117,9 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def put(tree, mesh: Mesh, spec: PartitionSpec = PartitionSpec()):
+def put(tree, mesh: Mesh, spec: PartitionSpec | None = None):
     """The one explicit host-to-device copy: numpy arrays, equal on every process, become global arrays."""
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec or PartitionSpec())
 
     def one(x):
         x = np.asarray(x)

@@ -1,4 +1,5 @@
-"""What happens between two arrows of the loop: host-side work on rollouts, rewards and batches. Called by ``train.py``."""
+"""What happens between two arrows of the loop: host-side work on rollouts, rewards and batches. Called by
+``train.py``."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,9 +56,10 @@ def collect(
     timer: PhaseTimer,
     progress: Progress,
 ) -> Collected | None:
-    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread of task rewards, or the
-    rounds are used up. None when the data has ended."""
-    config = parts.config
+    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread of
+    task rewards, or the rounds are used up. None when the data has ended."""
+    config, engine = parts.config, programs.engine
+    assert engine is not None  # supervised training never comes here
     key = jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), np.uint32(step)))
     wanted = config.data.prompts_per_step
     rounds = 1 + (config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 0)
@@ -71,7 +74,7 @@ def collect(
         total = len(prompts) * config.rollout.group_size
         with timer.phase("rollout") as phase:
             rollouts = rollout(
-                programs.engine,
+                engine,
                 rollout_params,
                 prompts,
                 group_size=config.rollout.group_size,
@@ -80,9 +83,7 @@ def collect(
                 tokenizer=parts.tokenizer,
                 stop=config.rollout.stop,
                 policy_version=policy_version,
-                progress=lambda done, tokens, total=total: progress.update(
-                    "rollout", done=done, total=total, tokens=tokens
-                ),
+                progress=partial(_report, progress, total),
             )
             phase.tokens = int(rollouts.lengths.sum())
         with timer.phase("rewards"):
@@ -107,6 +108,10 @@ def collect(
         metrics["algo/kept_groups"] = sum(len(c.rollouts.prompts) for c in kept)
     used = _join(kept) if kept else _select(everything, [])
     return dataclasses.replace(used, metrics=metrics)
+
+
+def _report(progress: Progress, total: int, done: int, tokens: int) -> None:
+    progress.update("rollout", done=done, total=total, tokens=tokens)
 
 
 def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
@@ -156,10 +161,11 @@ def supervised_sequences(rows: TrainingRows) -> list[TrainSequence]:
 def score(
     parts: Assembly, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
 ) -> tuple[list[TrainSequence], int]:
-    """Old and reference log-probs where the algorithm needs them, and the number of tokens that were scored for it.
+    """Old and reference log-probs where the algorithm needs them, and the number of tokens that were scored
+    for it.
 
-    Old ones are needed when a step makes several updates, or for a KL penalty in the reward; for a single update the policy
-    itself is the old one and the ratio exactly 1.
+    Old ones are needed when a step makes several updates, or for a KL penalty in the reward; for a single
+    update the policy itself is the old one and the ratio exactly 1.
     """
     algo = parts.config.algo
     needs_old = algo.updates_per_rollout > 1 or (algo.uses_reference and algo.kl_in == "reward")
@@ -220,8 +226,8 @@ def minibatches(
 ) -> Iterator[tuple[TrainBatch, jax.Array]]:
     """The packed batch of each update of this step, on device, with its number of micro-batches.
 
-    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss weights are those of the
-    whole update.
+    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss weights
+    are those of the whole update.
     """
     config, algo = parts.config, parts.config.algo
     for epoch in range(algo.epochs if sequences else 0):
@@ -241,7 +247,8 @@ def minibatches(
 
 
 def mean_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One dictionary for the updates of a step: means, maxima of ``*_max``, and the number of skipped updates."""
+    """One dictionary for the updates of a step: means, maxima of ``*_max``, and the number of skipped
+    updates."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(k for r in results for k in r):
         values = [r[name] for r in results if name in r]

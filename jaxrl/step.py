@@ -1,8 +1,9 @@
-"""The two programs that see training parameters: ``score_step`` (log-probs of given tokens) and ``train_step`` (the update).
+"""The two programs that see training parameters: ``score_step`` (log-probs of given tokens) and
+``train_step`` (the update).
 
-Both walk over the micro-batches of a ``TrainBatch`` inside one compiled program; how many of them are real is an argument, so
-steps with fewer rows neither recompile nor compute padding. Loss weights are fixed for the whole update before it starts,
-so gradients of micro-batches add up exactly, in float32.
+Both walk over the micro-batches of a ``TrainBatch`` inside one compiled program; how many of them are real is
+an argument, so steps with fewer rows neither recompile nor compute padding. Loss weights are fixed for the
+whole update before it starts, so gradients of micro-batches add up exactly, in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxrl.algorithms.losses import merge_metrics, policy_loss
 from jaxrl.batch import TrainBatch, TrainState
 from jaxrl.config import setting
 from jaxrl.models import Model
-from jaxrl.ops.token_log_probs import token_log_probs
+from jaxrl.ops.token_log_probs import Implementation, token_log_probs
 from jaxrl.sharding import BATCH_AXES, named
 
 
@@ -69,11 +70,12 @@ class StepSpec:
     algo: AlgoConfig
     temperature: float
     vocab_limit: int | None
-    log_prob_implementation: str | None = None
+    log_prob_implementation: Implementation | None = None
 
 
 def learning_rate_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
-    """Update number -> learning rate: warm-up, then constant, linear or cosine to the last of ``total_updates``."""
+    """Update number -> learning rate: warm-up, then constant, linear or cosine to the last of
+    ``total_updates``."""
     after = max(1, total_updates - config.warmup_steps)
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     tail = {
@@ -152,8 +154,8 @@ def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainSta
 def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies [R, T] of one micro-batch's scored tokens, 0 elsewhere.
 
-    The one place where logits are shifted against tokens: the hidden state at t - 1 predicts the token at t. A sequence's
-    first token is never scored, so what rolls in from its left does not matter.
+    The one place where logits are shifted against tokens: the hidden state at t - 1 predicts the token at t.
+    A sequence's first token is never scored, so what rolls in from its left does not matter.
     """
     hidden, _ = spec.model.hidden_states(params, micro.tokens, micro.positions, micro.segment_ids)
     return token_log_probs(
@@ -174,7 +176,8 @@ def _micro_batch(batch: TrainBatch, i) -> TrainBatch:
 
 
 def make_score_step(spec: StepSpec):
-    """``score_step(params, batch, num_micro_batches) -> log_probs [M, R, T]`` (float32, replicated to every host)."""
+    """``score_step(params, batch, num_micro_batches) -> log_probs [M, R, T]`` (float32, replicated to every
+    host)."""
 
     def score(params, batch: TrainBatch, num_micro_batches):
         def body(i, out):
@@ -190,8 +193,8 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     """``train_step(state, batch, num_micro_batches) -> (state, metrics)``; the state is donated.
 
     Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), plus
-    ``optim/grad_norm`` before clipping and ``optim/skipped`` (1 or 0). An update whose gradient is not finite, or in which no token has weight,
-    leaves parameters and optimizer state as they were.
+    ``optim/grad_norm`` before clipping and ``optim/skipped`` (1 or 0). An update whose gradient is not
+    finite, or in which no token has weight, leaves parameters and optimizer state as they were.
     """
 
     def micro_loss(params, micro: TrainBatch):
@@ -202,20 +205,18 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
 
     def train(state: TrainState, batch: TrainBatch, num_micro_batches):
         def body(i, carry):
-            (loss, metrics), grads = gradient(state.params, _micro_batch(batch, i))
+            (_, metrics), grads = gradient(state.params, _micro_batch(batch, i))
             metrics = merge_metrics(carry[0], metrics)
             return metrics, jax.tree.map(jnp.add, carry[1], _float32(grads))
 
-        (loss, metrics), grads = jax.eval_shape(
+        (_, metrics), grads = jax.eval_shape(
             lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch
         )
-        empty = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), (metrics, grads)
-        )
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (metrics, grads))
         empty = (empty[0], jax.tree.map(lax.with_sharding_constraint, empty[1], shardings.params))
         metrics, grads = lax.fori_loop(0, num_micro_batches, body, empty)
 
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
         applied = finite & (jnp.sum(jnp.abs(batch.loss_weights)) > 0)
         updates, opt_state = optimizer.update(grads, _float32(state.opt_state), _float32(state.params))

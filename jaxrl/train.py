@@ -2,11 +2,12 @@
 
     python -m jaxrl.train --config configs/quickstart.yaml optim.learning_rate=1e-5
 
-One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring -> update -> refresh.
-One step of supervised training: rows -> batch -> update. ``run`` reads in that order; ``stages.py`` holds what happens between
-two arrows.
+One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring -> update
+-> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
+``stages.py`` holds what happens between two arrows.
 
-Exit codes: 0 done, 1 the run diverged, 2 configuration, 3 user code, 75 interrupted and saved (start it again to continue).
+Exit codes: 0 done, 1 the run diverged, 2 configuration, 3 user code, 75 interrupted and saved (start it again
+to continue).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
 from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, environment, memory_metrics
 from jaxrl.progress import Progress
-from jaxrl.report import write_report
+from jaxrl.report import summary, write_report
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
 from jaxrl.step import init_train_state
@@ -48,7 +49,8 @@ class Diverged(Exception):
 
 
 def run(config: RunConfig, stop: threading.Event | None = None) -> int:
-    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end after the current step. Returns the exit code.
+    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end after the current step. Returns the
+    exit code.
 
     Raises:
         ConfigError, UserCodeError: see ``jaxrl.config``.
@@ -92,6 +94,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         timer = PhaseTimer()
 
         def evaluation(step: int) -> dict[str, float]:
+            assert programs.engine is not None and held_out is not None
             with timer.phase("eval") as phase:
                 found, completions, scores = evaluate(
                     parts,
@@ -117,7 +120,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
             profiler.step(step)
             metrics = {"optim/learning_rate": float(programs.schedule(updates))}
             # 1 to 6: what to learn from.
-            if algo.supervised:
+            if isinstance(data, SftIterator):
                 with timer.phase("prompts"):
                     sequences = stages.supervised_sequences(next(data))
             else:
@@ -152,7 +155,9 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
                     state, result = programs.train_step(state, batch, count)
                     results.append(finish_metrics(jax.device_get(result)))
                 phase.tokens = sum(len(s.tokens) for s in sequences) * algo.epochs
-            metrics |= stages.mean_metrics(results) if results else {"optim/skipped": algo.updates_per_rollout}
+            metrics |= (
+                stages.mean_metrics(results) if results else {"optim/skipped": algo.updates_per_rollout}
+            )
             updates, failed = int(state.updates), int(state.skipped_in_a_row)
             # 8: the sampler gets the new weights; the old ones are let go first.
             if programs.refresh:
@@ -174,15 +179,17 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
             done = step
             if failed >= algo.max_consecutive_skipped:
                 raise Diverged(
-                    f"step {step}: the gradient was not finite in {failed} updates in a row (algo.max_consecutive_skipped). "
-                    "The parameters are those of the last good update. Lower optim.learning_rate, or look at the last samples"
+                    f"step {step}: the gradient was not finite in {failed} updates in a row "
+                    "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
+                    "Lower optim.learning_rate, or look at the last samples"
                 )
             if interrupted:
                 break
         if saved < done:
             checkpoints.save(done, state, run_meta(config, data, latest), latest)
+        writer.event("interrupted" if interrupted else "done", step=done)
     if first:
-        _say_goodbye(config, latest, done, interrupted)
+        _say_goodbye(config, done, interrupted)
     return INTERRUPTED if interrupted else 0
 
 
@@ -190,14 +197,15 @@ def open_run_dir(config: RunConfig) -> Checkpoints:
     """The run's folder and its checkpoints, after ``resume`` has been obeyed.
 
     Raises:
-        ConfigError: the folder has checkpoints and ``resume`` does not say what to do, or it says ``must`` and there are none.
+        ConfigError: the folder has checkpoints and ``resume`` does not say what to do, or it says ``must``
+        and there are none.
     """
     folder = config.run_dir
     found = (folder / "checkpoints").is_dir() and bool(Checkpoints.list_steps(folder))
     if found and config.resume is None:
         raise ConfigError(
-            f"{folder} already has checkpoints. Continue that run with resume=auto, start over with resume=never "
-            "(they are set aside), or choose another name",
+            f"{folder} already has checkpoints. Continue that run with resume=auto, start over with "
+            "resume=never (they are set aside), or choose another name",
             "resume",
         )
     if config.resume == "must" and not found:
@@ -223,12 +231,16 @@ def open_data(parts: Assembly) -> PromptIterator | SftIterator:
     """The stream of training prompts, or of supervised rows."""
     config = parts.config
     if config.algo.supervised:
-        return SftIterator(config.data, parts.tokenizer, config.seed, max_tokens=parts.longest_tokens)
+        key = "batch.row_tokens" if config.batch.row_tokens else "data.max_prompt_tokens"
+        return SftIterator(
+            config.data, parts.tokenizer, config.seed, max_tokens=parts.longest_tokens, max_tokens_key=key
+        )
     return PromptIterator(config.data, parts.tokenizer, config.seed)
 
 
 def total_steps(config: RunConfig, rows: int) -> int:
-    """Steps of the whole run: ``steps``, or what ``data.epochs`` passes over the rows give, whichever is less."""
+    """Steps of the whole run: ``steps``, or what ``data.epochs`` passes over the rows give, whichever is
+    less."""
     if config.data.epochs is None:
         assert config.steps is not None  # RunConfig.problems
         return config.steps
@@ -269,12 +281,11 @@ def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _say_goodbye(config: RunConfig, latest: Mapping[str, float], done: int, interrupted: bool) -> None:
+def _say_goodbye(config: RunConfig, done: int, interrupted: bool) -> None:
     report = write_report(config.run_dir)
+    print(summary(config.run_dir))
     if interrupted:
-        print(
-            f"interrupted after step {done}; checkpoint saved. Continue with the same command and resume=auto"
-        )
+        print(f"interrupted after step {done}, checkpoint saved; the same command with resume=auto continues")
     print(f"report: {report}")
 
 
@@ -304,7 +315,7 @@ def main(argv: Sequence[str]) -> int:
     config, _ = parse(
         argv,
         prog="python -m jaxrl.train",
-        description="Post-train a language model: supervised fine-tuning or reinforcement learning (the GRPO family).",
+        description="Post-train a language model: supervised, or by reinforcement (the GRPO family).",
     )
     distributed.start()
     with stop_on_sigterm() as stop:

@@ -4,9 +4,10 @@
     log_prob   = logits_target - logsumexp(logits)
     entropy    = logsumexp(logits) - sum_v softmax(logits)_v logits_v
 
-``reference`` writes this down with all logits in memory. ``chunked`` walks over blocks of tokens, recomputes the logits of a
-block in the backward pass and adds up the head's gradient in float32. Under a mesh it runs inside ``shard_map``: rows over
-(data, fsdp), the vocabulary over tensor, joined by one max and two sums per token (Megatron-LM, arXiv:1909.08053, section 3).
+``reference`` writes this down with all logits in memory. ``chunked`` walks over blocks of tokens, recomputes
+the logits of a block in the backward pass and adds up the head's gradient in float32. Under a mesh it runs
+inside ``shard_map``: rows over (data, fsdp), the vocabulary over tensor, joined by one max and two sums per
+token (Megatron-LM, arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def scaled_logits(
 ) -> jax.Array:
     """hidden [..., D], head [V, D] -> float32 logits [..., V] / temperature (scalar, or [...] one per row).
 
-    The sampler and every implementation below use this one function. Ids from ``vocab_limit`` on get probability 0.
+    The sampler and every implementation below use this one function. Ids from ``vocab_limit`` on get
+    probability 0.
     """
     logits = _cap(_dot(hidden, head), soft_cap) / jnp.asarray(temperature, jnp.float32)[..., None]
     if vocab_limit is None or vocab_limit >= head.shape[0]:
@@ -56,7 +58,8 @@ def scaled_logits(
 
 
 def log_probs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits [..., V] (already divided by the temperature), targets [...] -> log_probs [...], entropy [...], in nats."""
+    """logits [..., V] (already divided by the temperature), targets [...] -> log_probs [...], entropy [...],
+    in nats."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     entropy = lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
@@ -75,21 +78,26 @@ def token_log_probs(
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies (nats, float32, [R, T]) of ``targets`` [R, T] predicted from ``hidden`` [R, T, D].
+    """Log-probs and entropies (nats, float32, [R, T]) of ``targets`` [R, T] predicted from ``hidden`` [R, T,
+    D].
 
-    ``hidden[r, t]`` is the state that predicts ``targets[r, t]``: the shift is the caller's. ``head`` is [V, D]. Where
-    ``mask`` [R, T] is False the results and gradients are 0, and ``chunked`` does not compute them. With a ``mesh`` the rows
-    must divide over (data, fsdp). ``implementation`` None means ``chunked``.
+    ``hidden[r, t]`` is the state that predicts ``targets[r, t]``: the shift is the caller's. ``head`` is [V,
+    D]. Where ``mask`` [R, T] is False the results and gradients are 0, and ``chunked`` does not compute them.
+    With a ``mesh`` the rows must divide over (data, fsdp). ``implementation`` None means ``chunked``.
     """
     implementation = implementation or "chunked"
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"token_log_probs: implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+        raise ValueError(
+            f"token_log_probs: implementation {implementation!r} is not one of {IMPLEMENTATIONS}"
+        )
     if mask is None:
         mask = jnp.ones(targets.shape, bool)
     mask = jnp.asarray(mask, bool)
     targets = jnp.where(mask, targets, 0)
     if implementation == "reference":
-        logits = scaled_logits(hidden, head, temperature=temperature, soft_cap=soft_cap, vocab_limit=vocab_limit)
+        logits = scaled_logits(
+            hidden, head, temperature=temperature, soft_cap=soft_cap, vocab_limit=vocab_limit
+        )
         log_probs, entropy = log_probs_and_entropy(logits, targets)
         return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
     spec = _Head(float(temperature), soft_cap, vocab_limit)
@@ -97,7 +105,8 @@ def token_log_probs(
     return _chunked(hidden, head, targets, mask, spec, mesh)
 
 
-# ---- chunked: one custom_vjp around two shard_map'ed passes, collectives written out --------------------------------
+# ---- chunked: one custom_vjp around two shard_map'ed passes, collectives written out
+# --------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -116,7 +125,9 @@ def _chunked_fwd(hidden, head, targets, mask, spec, mesh):
 def _chunked_bwd(spec, mesh, residuals, cotangents):
     hidden, head, *rest = residuals
     vocab_axis, rows, vocab = _layout(head, mesh)
-    local = functools.partial(_local_backward, spec=spec, vocab_axis=vocab_axis, row_axes=rows[0] if mesh else None)
+    local = functools.partial(
+        _local_backward, spec=spec, vocab_axis=vocab_axis, row_axes=rows[0] if mesh else None
+    )
     backward = _shard(local, mesh, (rows, vocab, *[rows] * 6), (rows, vocab))
     # The barrier keeps XLA from merging the recomputed logits with the forward's, which would keep them all.
     hidden, head = lax.optimization_barrier((hidden, head))
@@ -142,7 +153,8 @@ def _shard(local, mesh, in_specs, out_specs):
 
 
 def _local_forward(hidden, head, targets, mask, *, spec, vocab_axis):
-    """One device's rows against its part of the vocabulary -> log_probs, entropy, logsumexp, each [R, T] float32."""
+    """One device's rows against its part of the vocabulary -> log_probs, entropy, logsumexp, each [R, T]
+    float32."""
 
     def block(h, target, used):
         logits, _, _ = _block_logits(h, head, spec, vocab_axis)
@@ -150,9 +162,7 @@ def _local_forward(hidden, head, targets, mask, *, spec, vocab_axis):
         top = lax.pmax(top, vocab_axis) if vocab_axis else top
         weights = jnp.exp(logits - top[:, None])
         hit = _target_hit(target, head, vocab_axis)
-        sums = jnp.stack(
-            [weights.sum(-1), (weights * logits).sum(-1), jnp.where(hit, logits, 0.0).sum(-1)]
-        )
+        sums = jnp.stack([weights.sum(-1), (weights * logits).sum(-1), jnp.where(hit, logits, 0.0).sum(-1)])
         total, weighted, chosen = lax.psum(sums, vocab_axis) if vocab_axis else sums
         lse = top + jnp.log(total)
         return jnp.where(used, jnp.stack([chosen - lse, lse - weighted / total, lse]), 0.0)
@@ -166,7 +176,8 @@ def _local_forward(hidden, head, targets, mask, *, spec, vocab_axis):
 def _local_backward(
     hidden, head, targets, mask, entropy, lse, d_log_probs, d_entropy, *, spec, vocab_axis, row_axes
 ):
-    """Gradients of the local rows and of the local part of the head, summed over the other devices that share them."""
+    """Gradients of the local rows and of the local part of the head, summed over the other devices that share
+    them."""
 
     def block(h, target, used, ent, lse, g_log_prob, g_entropy):
         logits, capped, inside = _block_logits(h, head, spec, vocab_axis)
@@ -219,11 +230,12 @@ def _target_hit(target, head, vocab_axis):
 
 
 def _blocks(hidden, head, mask, targets, *others):
-    """Flatten [R, T, ...] to blocks of tokens [n, C, ...], scored tokens first, so that blocks of unscored ones are skipped.
+    """Flatten [R, T, ...] to blocks of tokens [n, C, ...], scored tokens first, so that blocks of unscored
+    ones are skipped.
 
     Returns ((hidden, targets, mask, *others) as blocks, restore: [n * C, ...] -> [R, T, ...]).
     """
-    rows, length, width = hidden.shape
+    rows, length = hidden.shape[:2]
     count = rows * length
     size = 128
     while size < 2048 and 2 * size * head.shape[0] <= _BLOCK_LOGITS:

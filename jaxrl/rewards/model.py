@@ -2,9 +2,10 @@
 
     rewards: {terms: [{name: reward_model, args: {path: Skywork/Skywork-Reward-V2-Qwen3-0.6B}}]}
 
-It reads the conversation through its own tokenizer and chat template, so it need not share the policy's. Arguments: ``path``
-(Hugging Face folder or hub name), ``compute_dtype`` (default bfloat16), ``max_tokens`` (longest conversation, default 4096:
-a longer one abstains), ``batch_rows`` (conversations scored at once, default 8).
+It reads the conversation through its own tokenizer and chat template, so it need not share the policy's.
+Arguments: ``path`` (Hugging Face folder or hub name), ``compute_dtype`` (default bfloat16), ``max_tokens``
+(longest conversation, default 4096: a longer one abstains), ``batch_rows`` (conversations scored at once,
+default 8).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class RewardModel:
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens``."""
         group = rollouts.group_size
-        rows = [self._ids(rollouts.prompts.examples[i // group], text) for i, text in enumerate(rollouts.texts)]
+        rows = [
+            self._ids(rollouts.prompts.examples[i // group], text) for i, text in enumerate(rollouts.texts)
+        ]
         result = np.full(len(rows), np.nan)
         short = [i for i, ids in enumerate(rows) if len(ids) <= self.args.max_tokens]
         if len(short) < len(rows):

@@ -44,7 +44,8 @@ class RolloutConfig:
     temperature: float = setting(1.0, "logits are divided by it, in the sampler and in the loss alike")
     top_k: int = setting(
         0,
-        "keep the k most probable tokens; 0: off. Refused in training (the loss would score another distribution)",
+        "keep the k most probable tokens; 0: off. "
+        "Refused in training: the loss would score another distribution",
     )
     top_p: float = setting(1.0, "nucleus probability; 1: off. Refused in training, as top_k")
     min_p: float = setting(
@@ -77,7 +78,7 @@ class RolloutConfig:
         if self.temperature == 0:
             yield (
                 "temperature",
-                "0 (greedy) gives every completion of a group the same text, so nothing to learn from; needs > 0",
+                "0 (greedy) makes the completions of a group equal: nothing to learn from; needs > 0",
             )
         if any(not s for s in self.stop):
             yield "stop", f"{self.stop!r}: an empty string would stop at once"

@@ -1,8 +1,9 @@
 """The sampling engine, after JetStream's Engine contract: prefill -> prefix, insert(prefix, slot), generate.
 
-What RL adds: a prompt is prefilled once and inserted into the slots of its whole group, and many decode steps run in one
-dispatch (sampling, stop detection and log-probs on device). All shapes are fixed when the engine is made, so nothing is
-compiled after the first use, whatever the prompts' lengths. The engine holds no weights: every call is given them.
+What RL adds: a prompt is prefilled once and inserted into the slots of its whole group, and many decode steps
+run in one dispatch (sampling, stop detection and log-probs on device). All shapes are fixed when the engine
+is made, so nothing is compiled after the first use, whatever the prompts' lengths. The engine holds no
+weights: every call is given them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Engine:
         whole = NamedSharding(mesh, PartitionSpec())
         state = jax.tree.map(lambda _: rows, jax.eval_shape(self._empty_state))
         state = dataclasses.replace(state, cache=cache)
-        prefix = Prefix(cache, rows, rows)
+        prefix: Any = Prefix(cache, rows, rows)  # type: ignore[arg-type]
         self.new_state = jax.jit(self._empty_state, out_shardings=state)
         self._empty_prefix_jit = jax.jit(self._empty_prefix, out_shardings=prefix)
         self._prefill_chunk_jit = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=prefix)
@@ -141,8 +142,9 @@ class Engine:
         lengths = np.array([len(p) for p in prompts], np.int32)
         if len(prompts) > self.prefill_rows or lengths.max() > self.max_prompt_tokens or lengths.min() < 1:
             raise ConfigError(
-                f"data.max_prompt_tokens: the engine takes {self.prefill_rows} prompts of 1 to {self.max_prompt_tokens} "
-                f"tokens at once, not {len(prompts)} of {lengths.min()} to {lengths.max()}"
+                f"the engine takes {self.prefill_rows} prompts of 1 to {self.max_prompt_tokens} tokens at "
+                f"once, not {len(prompts)} of {lengths.min()} to {lengths.max()}",
+                "data.max_prompt_tokens",
             )
         chunks = -(-int(lengths.max()) // self.chunk)
         tokens = np.zeros((self.prefill_rows, chunks * self.chunk), np.int32)
@@ -157,14 +159,16 @@ class Engine:
         return prefix
 
     def insert(self, prefix: Prefix, state: DecodeState, requests: Requests, key: jax.Array) -> DecodeState:
-        """Copy prefixes into slots and start their sequences. ``key`` [2] uint32 is the step's; the state is donated."""
+        """Copy prefixes into slots and start their sequences. ``key`` [2] uint32 is the step's; the state is
+        donated."""
         return self._insert_jit(prefix, state, put(requests, self.mesh), key)
 
     def generate(
         self, params, state: DecodeState, *, refill: bool = False
     ) -> tuple[DecodeState, np.ndarray, np.ndarray]:
-        """Up to ``steps_per_dispatch`` decode steps; ends early when all slots are done, or, with ``refill``, when enough are
-        free to be worth a refill. Returns the state and, on the host, active [B] bool and generated [B] int32."""
+        """Up to ``steps_per_dispatch`` decode steps; ends early when all slots are done, or, with ``refill``,
+        when enough are free to be worth a refill. Returns the state and, on the host, active [B] bool and
+        generated [B] int32."""
         keep = self.slots - max(1, self.slots // 8) if refill else 0
         state, report = self._generate_jit(params, state, put(np.int32(keep), self.mesh))
         active, generated = np.asarray(report)

@@ -1,8 +1,8 @@
 """From logits to one token a row: temperature, top-k, top-p, min-p, and the draw itself.
 
-The draw takes one uniform number a row and inverts the cumulative distribution, so a token costs one random number and not
-one for each id of the vocabulary. Which number a token gets depends on (run seed, step, prompt id, sample index, position)
-alone: slots, batch size, order and mesh cannot change it.
+The draw takes one uniform number a row and inverts the cumulative distribution, so a token costs one random
+number and not one for each id of the vocabulary. Which number a token gets depends on (run seed, step, prompt
+id, sample index, position) alone: slots, batch size, order and mesh cannot change it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl.ops.token_log_probs import log_probs_and_entropy
 
@@ -19,19 +20,20 @@ _OFF = -jnp.inf
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters of B rows, [B] each: float32 temperature (0: greedy), int32 top_k (0: off), float32 top_p, min_p."""
+    """Sampling parameters of B rows, [B] each: float32 temperature (0: greedy), int32 top_k (0: off), float32
+    top_p, min_p."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
 
 
 def filter_logits(logits: jax.Array, params: SamplingArrays) -> jax.Array:
     """logits [B, V], already divided by the temperature -> the same with excluded tokens at -inf.
 
-    In the order of transformers' processors: top-k (ties at the border stay), then top-p of what is left (at least one token
-    stays), then min-p. Sorting is skipped when no row asks for it.
+    In the order of transformers' processors: top-k (ties at the border stay), then top-p of what is left (at
+    least one token stays), then min-p. Sorting is skipped when no row asks for it.
     """
 
     def filtered(logits):
@@ -54,10 +56,11 @@ def filter_logits(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """One id a row from softmax(logits [B, V]) with uniform [B] in [0, 1): the first id whose cumulative mass exceeds it.
+    """One id a row from softmax(logits [B, V]) with uniform [B] in [0, 1): the first id whose cumulative mass
+    exceeds it.
 
-    In two levels, blocks of 256 ids and ids of the block: cheaper than a sum over the vocabulary, and with smaller rounding.
-    Ids of probability 0 are never drawn.
+    In two levels, blocks of 256 ids and ids of the block: cheaper than a sum over the vocabulary, and with
+    smaller rounding. Ids of probability 0 are never drawn.
     """
     rows, vocab = logits.shape
     mass = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -70,8 +73,8 @@ def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _invert(mass, target):
-    """First index where the cumulative sum of mass [B, n] exceeds target [B], and what of target is left at its start.
-    Rounding may put target at or past the total: then the last index that has mass."""
+    """First index where the cumulative sum of mass [B, n] exceeds target [B], and what of target is left at
+    its start. Rounding may put target at or past the total: then the last index that has mass."""
     cumulative = jnp.cumsum(mass, axis=-1)
     index = jnp.sum(cumulative <= target[:, None], axis=-1)
     last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
@@ -83,9 +86,9 @@ def _invert(mass, target):
 def sample(
     logits: jax.Array, keys: jax.Array, positions: jax.Array, params: SamplingArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token a row. logits [B, V] are divided by the temperature (by 1 where it is 0), keys [B] name the sequences,
-    positions [B] count the completion's tokens. Returns int32 tokens [B] and float32 log-probs [B] (nats) under the
-    unfiltered distribution."""
+    """Draw one token a row. logits [B, V] are divided by the temperature (by 1 where it is 0), keys [B] name
+    the sequences, positions [B] count the completion's tokens. Returns int32 tokens [B] and float32 log-probs
+    [B] (nats) under the unfiltered distribution."""
     uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(key, t)))(keys, positions)
     drawn = draw(filter_logits(logits, params), uniform)
     tokens = jnp.where(params.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)

@@ -1,4 +1,5 @@
-"""Continuous batching: more sequences than slots, slots refilled as sequences end, each prompt prefilled once for its group.
+"""Continuous batching: more sequences than slots, slots refilled as sequences end, each prompt prefilled once
+for its group.
 
 The scheduler talks to the engine only through prefill, insert, generate, release and collect.
 """
@@ -40,9 +41,10 @@ def rollout(
 ) -> Rollouts:
     """Sample ``group_size`` completions of every prompt with the rollout view of the parameters.
 
-    ``key`` [2] uint32 names the random numbers of this call; a sample's own come from (key, prompt id, sample index,
-    position). ``stop`` strings end a completion: its text is cut before the string, its ids and log-probs stay as sampled, up
-    to the token that completed the string. ``progress(finished sequences, tokens so far)`` is called after each dispatch.
+    ``key`` [2] uint32 names the random numbers of this call; a sample's own come from (key, prompt id, sample
+    index, position). ``stop`` strings end a completion: its text is cut before the string, its ids and
+    log-probs stay as sampled, up to the token that completed the string. ``progress(finished sequences,
+    tokens so far)`` is called after each dispatch.
     """
     if sampling.max_new_tokens > engine.max_new_tokens:
         raise ConfigError(
@@ -60,7 +62,7 @@ def rollout(
             if ready is None or pending[0] // group_size not in ready[1]:
                 ready = _prefill(engine, params, prompts, pending, group_size)
             prefix, rows = ready
-            chosen = []
+            chosen: list[int] = []
             while pending and len(chosen) < free.size and pending[0] // group_size in rows:
                 chosen.append(pending.popleft())
             owner[free[: len(chosen)]] = chosen
@@ -72,7 +74,7 @@ def rollout(
             tokens, log_probs, stopped = engine.collect(state)
             cuts = _stop_strings(tokenizer, stop, owner, tokens, generated)
             for slot in np.flatnonzero(ended | np.isin(np.arange(engine.slots), list(cuts))):
-                length, text = cuts.get(slot, (int(generated[slot]), None))
+                length, text = cuts.get(int(slot), (int(generated[slot]), None))
                 ids = tokens[slot, :length].copy()
                 ended_by_stop = bool(stopped[slot]) or slot in cuts
                 text = tokenizer.decode(ids.tolist(), skip_special=True) if text is None else text
@@ -104,7 +106,8 @@ def _prefill(engine, params, prompts, pending, group_size) -> tuple[Prefix, dict
 
 
 def _requests(engine, prompts, rows, free, chosen, group_size, sampling: Sampling) -> Requests:
-    """``chosen`` sequences for the first ``free`` slots, padded to the number of slots so that one program serves all."""
+    """``chosen`` sequences for the first ``free`` slots, padded to the number of slots so that one program
+    serves all."""
     n = engine.slots
 
     def full(values, dtype, fill=0):
@@ -127,9 +130,9 @@ def _requests(engine, prompts, rows, free, chosen, group_size, sampling: Samplin
     )
 
 
-def _stop_strings(tokenizer, stop, owner, tokens, generated) -> dict[int, tuple[int, str]]:
+def _stop_strings(tokenizer, stop, owner, tokens, generated) -> dict[int, tuple[int, str | None]]:
     """Slots whose text holds a stop string -> (tokens up to the one that completes it, text before it)."""
-    found: dict[int, tuple[int, str]] = {}
+    found: dict[int, tuple[int, str | None]] = {}
     for slot in np.flatnonzero(owner >= 0) if stop else ():
         ids = tokens[slot, : generated[slot]].tolist()
 

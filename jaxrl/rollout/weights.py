@@ -1,4 +1,5 @@
-"""From the train view of the parameters to the rollout view: one compiled program, reshard and cast in one."""
+"""From the train view of the parameters to the rollout view: one compiled program, reshard and cast in
+one."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from jaxrl.sharding import named
 
 
 def make_refresh(model: Model, mesh: Mesh, dtype: jnp.dtype):
-    """``refresh(params) -> rollout params``: one subtree per layer, weights over ``tensor`` only, floats in ``dtype``.
+    """``refresh(params) -> rollout params``: one subtree per layer, weights over ``tensor`` only, floats in
+    ``dtype``.
 
-    Arrays that need neither a cast nor another layout may share their buffer with ``params``: the result is valid until
-    ``params`` are donated to the next update, after which it must be made again.
+    Arrays that need neither a cast nor another layout may share their buffer with ``params``: the result is
+    valid until ``params`` are donated to the next update, after which it must be made again.
     """
 
     def refresh(params):

@@ -50,7 +50,9 @@ def float64_answer(hidden, head, targets, mask, weights, *, temperature, soft_ca
 
 def answer(hidden, head, targets, mask, weights, mesh=None, implementation=None, **case):
     def loss(hidden, head):
-        out = token_log_probs(hidden, head, targets, mask=mask, mesh=mesh, implementation=implementation, **case)
+        out = token_log_probs(
+            hidden, head, targets, mask=mask, mesh=mesh, implementation=implementation, **case
+        )
         return jnp.sum(weights[0] * out[0] + weights[1] * out[1]), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, head)
@@ -66,7 +68,9 @@ def test_values_and_gradients_match_float64(implementation, case):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * max(1.0, np.abs(want).max()))
 
 
-@pytest.mark.parametrize("split", [dict(data=8), dict(tensor=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)])
+@pytest.mark.parametrize(
+    "split", [dict(data=8), dict(tensor=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=8)]
+)
 def test_sharded_equals_unsharded(split):
     args = inputs()
     mesh = make_mesh(MeshConfig(**{"data": 1, **split}))
@@ -96,7 +100,9 @@ def test_no_array_of_tokens_times_vocabulary():
         return token_log_probs(hidden, head, targets)[0].sum()
 
     program = jax.jit(jax.grad(loss, (0, 1))).lower(
-        spec((rows, length, width), jnp.float32), spec((vocab, width), jnp.float32), spec((rows, length), jnp.int32)
+        spec((rows, length, width), jnp.float32),
+        spec((vocab, width), jnp.float32),
+        spec((rows, length), jnp.int32),
     )
     temp_bytes = program.compile().memory_analysis().temp_size_in_bytes
     assert temp_bytes < rows * length * vocab * 4 / 2

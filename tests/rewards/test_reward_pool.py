@@ -216,7 +216,8 @@ def test_functions_get_what_their_signature_names():
 def test_a_column_named_like_a_setting_of_a_built_in_is_left_alone():
     """The built-in arithmetic data has a column ``gold``, and the reward an argument of that name."""
     with RewardPool(config(term("arithmetic"), workers=0)) as pool:
-        assert score(pool, ["3", "5"], {"answer": ["3", "4"], "gold": ["3", "5"]}).rewards.tolist() == [1.0, 0.0]
+        scores = score(pool, ["3", "5"], {"answer": ["3", "4"], "gold": ["3", "5"]})
+    assert scores.rewards.tolist() == [1.0, 0.0]
 
 
 def test_a_missing_column_is_an_error_of_the_configuration():

@@ -1,4 +1,5 @@
-"""The sampling engine from the outside: what is sampled, its log-probs, and that the schedule cannot change either."""
+"""The sampling engine from the outside: what is sampled, its log-probs, and that the schedule cannot change
+either."""
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,8 @@ def same(a, b):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature):
-    """Contract 1: the training forward pass gives the sampler's log-probs, first token and stop token included."""
+    """Contract 1: the training forward pass gives the sampler's log-probs, first token and stop token
+    included."""
     out = sample(model, params, prompts, make_engine(model), temperature=temperature)
     assert {"stop", "length"} == set(out.stop_reasons)
     rows = len(out)

@@ -39,7 +39,9 @@ def test_filters_match_the_goldens(fixtures):
             if name == "top_p0.1" and row == 3:  # a tie: which of the three tokens stays is arbitrary
                 assert np.isfinite(got[row]).sum() == 1 and data[f"{name}/probs"][row].max() == 1
                 continue
-            np.testing.assert_array_equal(np.isfinite(got[row]), data[f"{name}/keep"][row], err_msg=f"{name} row {row}")
+            np.testing.assert_array_equal(
+                np.isfinite(got[row]), data[f"{name}/keep"][row], err_msg=f"{name} row {row}"
+            )
             np.testing.assert_allclose(probs[row], data[f"{name}/probs"][row], atol=1e-6)
 
 
@@ -52,13 +54,16 @@ def test_each_row_has_its_own_settings(fixtures):
 
 @pytest.mark.parametrize("vocab", [7, 256, 700])
 def test_draw_inverts_the_cumulative_distribution(vocab):
-    """Even steps of the uniform number give every token its share, in order of ids, and none to tokens of probability 0."""
+    """Even steps of the uniform number give every token its share, in order of ids, and none to tokens of
+    probability 0."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(size=vocab) * 2
     logits[rng.random(vocab) < 0.3] = -np.inf
     steps = 20000
     uniform = (np.arange(steps) + 0.5) / steps
-    tokens = np.asarray(draw(jnp.tile(jnp.asarray(logits, jnp.float32), (steps, 1)), jnp.asarray(uniform, jnp.float32)))
+    tokens = np.asarray(
+        draw(jnp.tile(jnp.asarray(logits, jnp.float32), (steps, 1)), jnp.asarray(uniform, jnp.float32))
+    )
     assert (np.diff(tokens) >= 0).all()
     share = np.bincount(tokens, minlength=vocab) / steps
     probs = np.exp(logits - logits[np.isfinite(logits)].max())
