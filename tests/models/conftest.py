@@ -49,19 +49,26 @@ def load(name: str) -> SimpleNamespace:
 
 
 @functools.cache
+def training_program(model: Model):
+    """(params, tokens, positions, segments, target_mask) -> mean NLL, what led to it, and gradients."""
+
+    def loss(params, tokens, positions, segments, target_mask):
+        hidden, aux = model.hidden_states(params, tokens, positions, segments)
+        logits = logits_of(model, params, hidden)
+        log_probs = jax.nn.log_softmax(logits[:, :-1])
+        targets = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
+        return -(targets * target_mask).sum() / target_mask.sum(), (hidden, logits, aux["router_loss"])
+
+    return jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@functools.cache
 def outputs(name: str) -> SimpleNamespace:
     """Hidden states, logits, router loss, mean NLL and its gradients: one program for each checkpoint."""
     c = load(name)
-    target_mask = jnp.asarray(c.goldens["target_mask"])
-
-    def loss(params):
-        hidden, aux = c.model.hidden_states(params, c.tokens, c.positions, c.segments)
-        logits = logits_of(c.model, params, hidden)
-        log_probs = jax.nn.log_softmax(logits[:, :-1])
-        targets = jnp.take_along_axis(log_probs, c.tokens[:, 1:, None], -1)[..., 0]
-        return -(targets * target_mask).sum() / target_mask.sum(), (hidden, logits, aux["router_loss"])
-
-    (value, (hidden, logits, router)), grads = jit(jax.value_and_grad(loss, has_aux=True))(c.params)
+    program = training_program(c.model)
+    arrays = (c.tokens, c.positions, c.segments, c.goldens["target_mask"])
+    (value, (hidden, logits, router)), grads = program(c.params, *arrays)
     return SimpleNamespace(
         loss=float(value),
         hidden=np.asarray(hidden),
@@ -74,7 +81,9 @@ def outputs(name: str) -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def reference() -> SimpleNamespace:
     """Reference checkpoints by name, with their goldens, and what our decoder makes of them."""
-    return SimpleNamespace(names=NAMES, load=load, outputs=outputs, logits=logits_of, jit=jit)
+    return SimpleNamespace(
+        load=load, outputs=outputs, training_program=training_program, logits=logits_of, jit=jit
+    )
 
 
 @pytest.fixture(params=NAMES)

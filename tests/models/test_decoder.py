@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,26 +58,34 @@ def test_router_loss(checkpoint, reference):
     np.testing.assert_allclose(reference.outputs(checkpoint.name).router_loss, expected, rtol=1e-4)
 
 
-def test_greedy_decoding_with_kv_cache(checkpoint, reference):
-    """Token by token from an empty cache: the prompt, then what the model says."""
-    model, goldens = checkpoint.model, checkpoint.goldens
-    lengths = jnp.asarray(goldens["lengths"])
-    prompts = jnp.pad(checkpoint.tokens, ((0, 0), (0, LENGTH - checkpoint.tokens.shape[1])))
+@functools.cache
+def decoding_program(model, logits, jit):
+    """(rollout params, prompts [B, LENGTH], lengths [B]) -> most likely ids and their log-probs, [LENGTH, B].
 
-    @reference.jit
-    def decode(params):
+    Token by token from an empty cache: first the prompt, then what the model says.
+    """
+
+    def decode(params, prompts, lengths):
         def step(carry, t):
             cache, sampled = carry
             token = jnp.where(t < lengths, prompts[:, t], sampled)[:, None]
             hidden, cache = model.extend(params, token, jnp.full_like(token, t), cache)
-            log_probs = jax.nn.log_softmax(reference.logits(model, params, hidden[:, 0]))
+            log_probs = jax.nn.log_softmax(logits(model, params, hidden[:, 0]))
             best = log_probs.argmax(-1).astype(token.dtype)
             return (cache, best), (best, log_probs.max(-1))
 
-        start = (model.init_cache(3, LENGTH), jnp.zeros(3, prompts.dtype))
+        start = (model.init_cache(len(prompts), LENGTH), jnp.zeros_like(lengths))
         return jax.lax.scan(step, start, jnp.arange(LENGTH))[1]
 
-    ids, log_probs = (np.asarray(x).T for x in decode(model.unstack(checkpoint.params)))
+    return jit(decode)
+
+
+def test_greedy_decoding_with_kv_cache(checkpoint, reference):
+    model, goldens = checkpoint.model, checkpoint.goldens
+    prompts = jnp.pad(checkpoint.tokens, ((0, 0), (0, LENGTH - checkpoint.tokens.shape[1])))
+    decode = decoding_program(model, reference.logits, reference.jit)
+    lengths = jnp.asarray(goldens["lengths"], jnp.int32)
+    ids, log_probs = (np.asarray(x).T for x in decode(model.unstack(checkpoint.params), prompts, lengths))
     for row, length in enumerate(goldens["lengths"]):
         generated = slice(length - 1, length + 15)
         np.testing.assert_array_equal(ids[row, generated], goldens["greedy_ids"][row])
@@ -145,6 +154,35 @@ def assert_trees_close(actual, expected, rtol):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = float(np.abs(np.asarray(e)).max())
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=0, atol=rtol * scale + 1e-12)
+
+
+DEEP = {
+    "repeated layer": {"num_hidden_layers": 11},
+    "long pattern": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 12,
+        "layer_types": ["full_attention"] * 11 + ["sliding_attention"],
+        "sliding_window": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_deep_models_keep_the_order_of_their_layers(case, reference):
+    """Names of layers are numbers: "10" comes after "9", in the stacked, the single and the cached pass."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Model(ModelConfig.from_scratch(sizes | DEEP[case], vocab_size=31))
+    params = jax.tree.map(lambda x: 2 * x, random_params(model))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 6)))
+    positions, segments = jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
+    forward = reference.jit(model.hidden_states)
+    stacked, _ = forward(params, tokens, positions, segments)
+    single, _ = forward(model.unstack(params), tokens, positions, segments)
+    extend = reference.jit(model.extend)
+    cached, _ = extend(model.unstack(params), tokens, positions, model.init_cache(2, 8))
+    assert np.std(stacked) > 0.1
+    np.testing.assert_allclose(single, stacked, atol=1e-4)
+    np.testing.assert_allclose(cached, stacked, atol=1e-4)
 
 
 def test_bfloat16_computes_in_bfloat16_and_stays_near(reference):

@@ -1,4 +1,4 @@
-"""Import from and export to Hugging Face folders: nothing lost, little held, and what does not fit is named."""
+"""Import from and export to Hugging Face folders: nothing lost, little held, misfits named."""
 
 from __future__ import annotations
 

@@ -36,14 +36,7 @@ def test_loss_and_gradients_are_those_of_one_device(family, split, reference):
     params = jax.device_put(c.params, named(mesh, model.specs()))
     rows = [jnp.tile(x, (8, 1)) for x in (c.tokens, c.positions, c.segments, c.goldens["target_mask"])]
     rows = jax.device_put(rows, NamedSharding(mesh, batch_spec(2)))
-
-    def loss(params, tokens, positions, segments, target_mask):
-        hidden, aux = model.hidden_states(params, tokens, positions, segments)
-        log_probs = jax.nn.log_softmax(reference.logits(model, params, hidden[:, :-1]))
-        chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
-        return -jnp.sum(chosen * target_mask) / target_mask.sum(), aux["router_loss"]
-
-    (value, router_loss), grads = reference.jit(jax.value_and_grad(loss, has_aux=True))(params, *rows)
+    (value, (*_, router_loss)), grads = reference.training_program(model)(params, *rows)
     np.testing.assert_allclose([value, router_loss], [expected.loss, expected.router_loss], rtol=1e-5)
     for (path, a), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected.grads), strict=True):
         scale = float(jnp.abs(e).max())
