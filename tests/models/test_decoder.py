@@ -156,33 +156,31 @@ def assert_trees_close(actual, expected, rtol):
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=0, atol=rtol * scale + 1e-12)
 
 
-DEEP = {
-    "repeated layer": {"num_hidden_layers": 11},
-    "long pattern": {
-        "model_type": "qwen2",
-        "num_hidden_layers": 12,
-        "layer_types": ["full_attention"] * 11 + ["sliding_attention"],
-        "sliding_window": 2,
-    },
-}
-
-
-@pytest.mark.parametrize("case", DEEP)
-def test_deep_models_keep_the_order_of_their_layers(case, reference):
-    """Names of layers are numbers: "10" comes after "9", in the stacked, the single and the cached pass."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Model(ModelConfig.from_scratch(sizes | DEEP[case], vocab_size=31))
+def test_deep_models_keep_the_order_of_their_layers(reference):
+    """Names of layers and of places in the pattern are numbers: "10" comes after "9", in every pass."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 12}
+    model = Model(ModelConfig.from_scratch(sizes, vocab_size=31))
     params = jax.tree.map(lambda x: 2 * x, random_params(model))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 6)))
-    positions, segments = jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
-    forward = reference.jit(model.hidden_states)
-    stacked, _ = forward(params, tokens, positions, segments)
-    single, _ = forward(model.unstack(params), tokens, positions, segments)
-    extend = reference.jit(model.extend)
-    cached, _ = extend(model.unstack(params), tokens, positions, model.init_cache(2, 8))
-    assert np.std(stacked) > 0.1
-    np.testing.assert_allclose(single, stacked, atol=1e-4)
-    np.testing.assert_allclose(cached, stacked, atol=1e-4)
+    batch = tokens, jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
+    repeated, _ = reference.jit(model.hidden_states)(params, *batch)
+    assert np.std(repeated) > 0.1
+
+    single, _ = reference.jit(model.hidden_states)(model.unstack(params), *batch)
+    np.testing.assert_allclose(single, repeated, atol=1e-4)
+
+    cache = model.init_cache(2, 8)
+    cached, _ = reference.jit(model.extend)(model.unstack(params), *batch[:2], cache)
+    np.testing.assert_allclose(cached, repeated, atol=1e-4)
+
+    # A window that hides nothing makes the last layer another kind, and the pattern twelve places long.
+    last = dataclasses.replace(model.config.layers[-1], window=100)
+    patterned = Model(dataclasses.replace(model.config, layers=(*model.config.layers[:-1], last)))
+    assert patterned.config.pattern == (12, 1, 0)
+    layers = params["blocks"]["0"]
+    places = {str(i): jax.tree.map(lambda x, i=i: x[i : i + 1], layers) for i in range(12)}
+    in_pattern, _ = reference.jit(patterned.hidden_states)(params | {"blocks": places}, *batch)
+    np.testing.assert_allclose(in_pattern, repeated, atol=1e-4)
 
 
 def test_bfloat16_computes_in_bfloat16_and_stays_near(reference):
