@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl import distributed
@@ -32,6 +31,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
+from jaxrl.stages import step_key
 
 EVAL_STREAM = 2**31
 """Names evaluation's random numbers, apart from every training step's."""
@@ -65,7 +65,7 @@ def evaluate(
         prompts,
         group_size=config.eval.samples,
         sampling=config.eval_sampling,
-        key=jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), np.uint32(EVAL_STREAM))),
+        key=step_key(config.seed, EVAL_STREAM),
         tokenizer=parts.tokenizer,
         stop=config.rollout.stop,
         policy_version=policy_version,
@@ -163,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
 
     run, argv = config_of_run(argv)
     config, given = parse(
-        argv,
+        [*argv, "eval.at_end=true"],  # so that no eval key counts as one without effect
         prog="python -m jaxrl.evaluate",
         description="pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.",
         add_options=options,

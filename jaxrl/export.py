@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     params = parts.initial_params()
     dtype = given.dtype or config.model.param_dtype
     hf.save_folder(params, parts.model, given.output, parts.folder or parts.tokenizer, dtype=dtype)
+    if config.model.tokenizer and parts.folder:
+        parts.tokenizer.save(given.output)
     print(f"exported {run} to {given.output} ({dtype})")
     return 0
 

@@ -60,7 +60,7 @@ def collect(
     task rewards, or the rounds are used up. None when the data has ended."""
     config, engine = parts.config, programs.engine
     assert engine is not None  # supervised training never comes here
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), np.uint32(step)))
+    key = step_key(config.seed, step)
     wanted = config.data.prompts_per_step
     rounds = 1 + (config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 0)
     kept: list[Collected] = []
@@ -108,6 +108,11 @@ def collect(
         metrics["algo/kept_groups"] = sum(len(c.rollouts.prompts) for c in kept)
     used = _join(kept) if kept else _select(everything, [])
     return dataclasses.replace(used, metrics=metrics)
+
+
+def step_key(seed: int, step: int) -> np.ndarray:
+    """[2] uint32: names the random numbers of a step's samples."""
+    return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), np.uint32(step))))
 
 
 def _report(progress: Progress, total: int, done: int, tokens: int) -> None:
