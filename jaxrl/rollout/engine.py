@@ -158,7 +158,7 @@ class Engine:
             prefix = self._prefill_chunk_jit(params, piece, put(np.int32(c * self.chunk), self.mesh), prefix)
         return prefix
 
-    def insert(self, prefix: Prefix, state: DecodeState, requests: Requests, key: jax.Array) -> DecodeState:
+    def insert(self, prefix: Prefix, state: DecodeState, requests: Requests, key: np.ndarray) -> DecodeState:
         """Copy prefixes into slots and start their sequences. ``key`` [2] uint32 is the step's; the state is
         donated."""
         return self._insert_jit(prefix, state, put(requests, self.mesh), key)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from jaxrl.batch import Prompts, Rollouts
@@ -33,7 +32,7 @@ def rollout(
     *,
     group_size: int,
     sampling: Sampling,
-    key: jax.Array,
+    key: np.ndarray,
     tokenizer: Decodes,
     stop: Sequence[str] = (),
     policy_version: int = 0,
