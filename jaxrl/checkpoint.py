@@ -58,7 +58,8 @@ class Checkpoints:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers as policies
 
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        # Its warnings are about what we ask for.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         self.config = config or CheckpointConfig()
         self.directory = Path(run_dir).resolve() / "checkpoints"
         if read_only and not self.directory.is_dir():
@@ -139,10 +140,17 @@ class Checkpoints:
         return TrainState(params=found["params"], **found["optimizer"])
 
     def raw(self, step: int) -> dict[str, Any]:
-        """All arrays as they were written, on the default device: {"params": ..., "optimizer": ...}."""
-        args = self._ocp.args
-        found = self._restore(step, params=args.StandardRestore(), optimizer=args.StandardRestore())
-        return {"params": found["params"], "optimizer": found["optimizer"]}
+        """All arrays as nested dicts, {"params": ..., "optimizer": ...}, whatever mesh wrote them, on one device."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        reader = self._ocp.StandardCheckpointer()
+
+        def read(item: str) -> Any:
+            folder = self.directory / str(step) / item
+            stored = reader.metadata(folder).item_metadata.tree
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), stored)
+            return reader.restore(folder, like)
+
+        return {item: read(item) for item in ("params", "optimizer")}
 
     def _restore(self, step: int, **items) -> Any:
         if step not in self.steps():

@@ -10,14 +10,21 @@ slice); ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` (
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, run_cli
+
+HEARTBEAT_SECONDS = 30
+"""A process that is silent for so long is given up, and the run with it."""
 
 
 def start() -> None:
@@ -38,9 +45,39 @@ def start() -> None:
             raise ConfigError(
                 f"JAX_COORDINATOR_ADDRESS is set ({address}) but {' and '.join(missing)} not: set all three"
             )
-        jax.distributed.initialize(address, int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
+        count, number = int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
+        jax.distributed.initialize(address, count, number, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     elif env.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(env.get("MEGASCALE_NUM_SLICES", "1")) > 1:
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """An exception in here ends this process at once when there are others.
+
+    They may be waiting for it inside a collective, where an orderly end, which waits for them, would never
+    come; once it is gone, they are ended by the coordination service.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        os._exit(_message_and_code(error))
+
+
+def _message_and_code(error: Exception) -> int:
+    def again(_):
+        raise error
+
+    try:
+        code = run_cli(again, [])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def is_first() -> bool:

@@ -59,6 +59,7 @@ def evaluate(
         if progress is not None:
             progress.update("eval", done=done, total=total, tokens=tokens)
 
+    report(0, 0)
     completions = rollout(
         engine,
         rollout_params,

@@ -154,7 +154,7 @@ class Progress:
         if self._done is not None:
             of = f"/{self._of}" if self._of else ""
             parts[0] += f" {self._done}{of} sequences"
-        if self._tokens and elapsed > 0:
+        if self._tokens and elapsed >= 1:
             parts.append(f"{short(self._tokens / elapsed)} tok/s")
         return ", ".join([*parts, str(datetime.timedelta(seconds=int(elapsed)))])
 

@@ -140,8 +140,6 @@ class RunConfig:
             yield "steps", "neither steps nor data.epochs is given: the run would never end"
         if not 0 <= self.seed < 2**31:
             yield "seed", f"{self.seed}: needs a number from 0 to 2**31 - 1"
-        if self.steps is None and (self.optim.schedule != "constant"):
-            yield "steps", f"optim.schedule {self.optim.schedule!r} needs to know the number of steps"
         if (
             self.profile.start_step is not None
             and self.steps is not None

@@ -73,6 +73,7 @@ def collect(
             break
         total = len(prompts) * config.rollout.group_size
         with timer.phase("rollout") as phase:
+            progress.update("rollout", done=0, total=total)
             rollouts = rollout(
                 engine,
                 rollout_params,

@@ -92,6 +92,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         compilations = stack.enter_context(CompilationCounter())
         profiler = stack.enter_context(contextlib.closing(Profiler(config.run_dir, config.profile)))
         timer = PhaseTimer()
+        stack.enter_context(distributed.failing_together())
 
         def evaluation(step: int) -> dict[str, float]:
             assert programs.engine is not None and held_out is not None

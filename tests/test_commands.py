@@ -127,14 +127,11 @@ def test_a_reward_model_is_scored_on_device(command, fixtures, tmp_path):
 )
 def test_every_preset_trains(command, tmp_path, name):
     extra = ["algo.kl_coef=0.05"] if name in ("rloo", "reinforce_pp") else []
-    args = command(
-        name,
-        *SAMPLING[:3],
-        f"algo.name={name}",
-        "rewards.terms=[{name: length, args: {target: 4}}]",
-        "steps=2",
-        *extra,
+    (tmp_path / "even.py").write_text(
+        "def share(token_ids):\n    return [sum(i % 2 for i in x) / 8 for x in token_ids]"
     )
+    reward = f"rewards.terms=[{{name: '{tmp_path}/even.py:share'}}]"
+    args = command(name, *SAMPLING[:3], f"algo.name={name}", reward, "steps=2", *extra)
     assert run_cli(train.main, args) == 0
     steps = logged(tmp_path / "runs" / name)
     assert [m["optim/skipped"] for m in steps] == [0, 0]

@@ -1,5 +1,6 @@
 """The loop from the outside: ``jaxrl.train.run`` on a tiny model from scratch."""
 
+import functools
 import json
 import os
 import signal
@@ -67,10 +68,15 @@ def configure(tmp_path):
     source = tmp_path / "tiny.yaml"
     source.write_text(TINY.replace("PLACE", str(tmp_path)))
 
-    def make(*overrides):
+    def make(*overrides, source=source):
         given = [o.replace("PLACE", str(tmp_path)) for o in overrides]
         return load(RunConfig, source, [f"output_dir={tmp_path}/runs", *given])[0]
 
+    supervised = tmp_path / "supervised.yaml"
+    kept = [line for line in TINY.splitlines() if not line.startswith(("rollout:", "rewards:"))]
+    text = "\n".join([*kept, "algo: {name: sft}"])
+    supervised.write_text(text.replace("prompt_tokens: 6", "prompt_tokens: 12"))
+    make.supervised = functools.partial(make, source=supervised)
     return make
 
 
@@ -113,7 +119,7 @@ RESUME_CASES = {
         "algo.num_minibatches=2",
         "optim.schedule=cosine",
     ],
-    "supervised": ["algo.name=sft", "rewards.terms=[]", "batch.row_tokens=16"],
+    "supervised": None,
 }
 
 
@@ -121,8 +127,8 @@ RESUME_CASES = {
 def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
     """Contract 3: parameters, optimizer, counters, data position and metrics, bit for bit."""
     overrides = RESUME_CASES[case]
-    if case == "supervised":
-        overrides = [*overrides, "algo.name=sft"]
+    if overrides is None:
+        configure, overrides = configure.supervised, ["data.workers=2"]
     straight = configure("name=straight", *overrides)
     assert train.run(straight) == 0
     parts = configure("name=parts", "resume=auto", *overrides)
@@ -180,7 +186,7 @@ def test_steady_state_compiles_nothing_and_leaks_nothing(configure):
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     logged = [m for m in lines if "event" not in m]
     assert [m["compile/count"] for m in logged[3:]] == [0] * 5
-    assert logged[4]["memory/live_bytes"] == logged[7]["memory/live_bytes"]
+    assert logged[4]["memory/live_bytes"] == logged[6]["memory/live_bytes"]
 
 
 @pytest.mark.all_devices
@@ -189,7 +195,8 @@ def test_steady_state_compiles_nothing_and_leaks_nothing(configure):
 )
 def test_the_mesh_does_not_change_the_run(configure, mesh):
     """Contract 4, through the whole loop: same samples, same parameters up to the order of additions."""
-    common = ["steps=2", "batch.micro_batch_tokens=128", "algo.kl_coef=0.1"]
+    # A large eps: Adam would otherwise turn the rounding of a gradient near 0 into a whole step.
+    common = ["steps=2", "batch.micro_batch_tokens=128", "algo.kl_coef=0.1", "optim.eps=1e-2"]
     first = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: first)
@@ -201,7 +208,7 @@ def test_the_mesh_does_not_change_the_run(configure, mesh):
         assert a["reward/mean"] == b["reward/mean"] and a["rollout/length_mean"] == b["rollout/length_mean"]
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
     for x, y in zip(*(jax.tree.leaves(arrays_of(c, 2)["params"]) for c in (one, many)), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-4)
+        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def test_micro_batches_do_not_change_the_gradient(configure):
