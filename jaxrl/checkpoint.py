@@ -140,7 +140,8 @@ class Checkpoints:
         return TrainState(params=found["params"], **found["optimizer"])
 
     def raw(self, step: int) -> dict[str, Any]:
-        """All arrays as nested dicts, {"params": ..., "optimizer": ...}, whatever mesh wrote them, on one device."""
+        """All arrays as nested dicts, {"params": ..., "optimizer": ...}, on one device,
+        whatever mesh wrote them."""
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         reader = self._ocp.StandardCheckpointer()
 

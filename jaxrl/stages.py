@@ -177,16 +177,22 @@ def score(
     needs_old = algo.updates_per_rollout > 1 or (algo.uses_reference and algo.kl_in == "reward")
     if not sequences or not (needs_old or algo.uses_reference):
         return sequences, 0
-    batch, count, index = _packed(parts, sequences)
-    tokens = sum(len(s.tokens) for s in sequences)
-    passes = 0
-    for name, weights in (("old_log_probs", params if needs_old else None), ("ref_log_probs", ref_params)):
-        if weights is None:
-            continue
-        passes += 1
-        values = unpack(to_host(programs.score_step(weights, batch, count)), index)
-        sequences = [dataclasses.replace(s, **{name: v}) for s, v in zip(sequences, values, strict=True)]
-    return sequences, tokens * passes
+    sources = {"old_log_probs": params if needs_old else None, "ref_log_probs": ref_params}
+    sources = {name: weights for name, weights in sources.items() if weights is not None}
+    scored: list[TrainSequence] = []
+    for part in np.array_split(
+        np.arange(len(sequences)), algo.num_minibatches
+    ):  # the shape of an update's batch
+        chosen = [sequences[i] for i in part]
+        batch, count, index = _packed(parts, chosen)
+        found = {
+            name: unpack(to_host(programs.score_step(weights, batch, count)), index)
+            for name, weights in sources.items()
+        }
+        scored += [
+            dataclasses.replace(s, **{n: v[i] for n, v in found.items()}) for i, s in enumerate(chosen)
+        ]
+    return scored, len(sources) * sum(len(s.tokens) for s in sequences)
 
 
 def with_advantages(
