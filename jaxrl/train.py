@@ -13,12 +13,14 @@ to continue).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Arguments
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ import jax
 from jaxrl import distributed, stages
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.assembly import Assembly, Programs, assemble
-from jaxrl.batch import TrainState
+from jaxrl.batch import Prompts, TrainState
 from jaxrl.checkpoint import Checkpoints, shapes_with
 from jaxrl.config import ConfigError, run_cli, to_dict, to_yaml
+from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
 from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, environment, memory_metrics
@@ -48,6 +51,24 @@ class Diverged(Exception):
     """The run was ended because its updates kept failing."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What stays the same from step to step."""
+
+    parts: Assembly
+    programs: Programs
+    data: PromptIterator | SftIterator
+    held_out: Prompts | None
+    scorer: Scorer
+    ref_params: Any
+    """Frozen reference, train view; None when no KL term is used."""
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    progress: Progress
+    timer: PhaseTimer
+    total_steps: int
+
+
 def run(config: RunConfig, stop: threading.Event | None = None) -> int:
     """Train as ``config`` says. ``stop`` asks for a checkpoint and an end after the current step. Returns the
     exit code.
@@ -56,142 +77,184 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         ConfigError, UserCodeError: see ``jaxrl.config``.
         Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
     """
-    stop = stop or threading.Event()
-    algo, first = config.algo, distributed.is_first()
-    parts = assemble(config)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(open_run_dir(config))
-        data = stack.enter_context(contextlib.closing(open_data(parts)))
-        total = total_steps(config, len(data.examples))
-        programs = parts.programs(total * algo.updates_per_rollout)
-        held_out = (
-            load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
-        )
-        scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
-        done = checkpoints.latest() or 0
-        state, meta = restore_or_start(parts, programs, checkpoints)
-        if meta:
-            data.set_state(meta["data"])
-        ref_params = parts.initial_params() if algo.uses_reference else None
-        updates = int(state.updates)
-        latest: dict[str, float] = dict(meta.get("metrics", {}))
-        rollout_params = programs.refresh(state.params) if programs.refresh else None
+        r, state, meta = open_run(config, stack)
+        with distributed.failing_together():
+            done = loop(r, state, meta, stop or threading.Event())
+        interrupted = done < r.total_steps and stop is not None and stop.is_set()
+        r.writer.event("interrupted" if interrupted else "done", step=done)
+    if distributed.is_first():
+        report = write_report(config.run_dir)
+        print(summary(config.run_dir))
+        if interrupted:
+            print(f"interrupted after step {done} and saved; the same command with resume=auto continues")
+        print(f"report: {report}")
+    return INTERRUPTED if interrupted else 0
 
-        writer = stack.enter_context(
-            MetricsWriter(
-                config.run_dir,
-                config.metrics,
-                resume_step=done if meta else None,
-                enabled=first,
-                run_config=to_dict(config),
-            )
-        )
-        progress = stack.enter_context(
-            Progress(total, config.metrics.progress, start_step=done, enabled=first)
-        )
-        compilations = stack.enter_context(CompilationCounter())
-        profiler = stack.enter_context(contextlib.closing(Profiler(config.run_dir, config.profile)))
-        timer = PhaseTimer()
-        stack.enter_context(distributed.failing_together())
 
-        def evaluation(step: int) -> dict[str, float]:
-            assert programs.engine is not None and held_out is not None
-            with timer.phase("eval") as phase:
-                found, completions, scores = evaluate(
-                    parts,
-                    programs.engine,
-                    rollout_params,
-                    held_out,
-                    scorer,
-                    policy_version=updates,
-                    progress=progress,
-                )
-                phase.tokens = int(completions.lengths.sum())
-            if algo.supervised:
-                writer.samples(step, sample_rows(completions, scores))
-            return found
-
+def loop(r: Run, state: TrainState, meta: Mapping[str, Any], stop: threading.Event) -> int:
+    """The steps that are left, from ``state``. Returns the number of the last one."""
+    config, programs = r.parts.config, r.programs
+    done = saved = int(meta.get("step", 0))
+    updates = int(state.updates)
+    latest = dict(meta.get("metrics", {}))
+    rollout_params = programs.refresh(state.params) if programs.refresh else None
+    with (
+        CompilationCounter() as compilations,
+        contextlib.closing(Profiler(config.run_dir, config.profile)) as profiler,
+    ):
         if config.eval.at_start and not meta:
-            metrics = evaluation(0) | timer.metrics()
+            metrics = evaluation(r, rollout_params, 0, updates) | r.timer.metrics()
             latest |= metrics
-            writer.log(0, metrics)
-            progress.step(0, metrics)
-        saved, interrupted = done, False
-        for step in range(done + 1, total + 1):
+            r.writer.log(0, metrics)
+            r.progress.step(0, metrics)
+        for step in range(done + 1, r.total_steps + 1):
             profiler.step(step)
-            metrics = {"optim/learning_rate": float(programs.schedule(updates))}
             # 1 to 6: what to learn from.
-            if isinstance(data, SftIterator):
-                with timer.phase("prompts"):
-                    sequences = stages.supervised_sequences(next(data))
-            else:
-                collected = stages.collect(
-                    parts,
-                    programs,
-                    rollout_params,
-                    data,
-                    scorer,
-                    step=step,
-                    policy_version=updates,
-                    timer=timer,
-                    progress=progress,
-                )
-                if collected is None:
-                    logger.warning("the data ended after step %d of %d", done, total)
-                    break
-                writer.samples(step, sample_rows(collected.rollouts, collected.scores))
-                sequences = stages.sequences_of(collected.rollouts)
-                with timer.phase("scoring") as phase:
-                    progress.update("scoring")
-                    sequences, phase.tokens = stages.score(
-                        parts, programs, state.params, ref_params, sequences
-                    )
-                sequences, advantage_metrics = stages.with_advantages(config, collected, sequences)
-                metrics |= collected.metrics | advantage_metrics
-            # 7: the update, once for each minibatch.
-            with timer.phase("update") as phase:
-                progress.update("update")
-                results = []
-                for batch, count in stages.minibatches(parts, sequences, step):
-                    state, result = programs.train_step(state, batch, count)
-                    results.append(finish_metrics(jax.device_get(result)))
-                phase.tokens = sum(len(s.tokens) for s in sequences) * algo.epochs
-            metrics |= (
-                stages.mean_metrics(results) if results else {"optim/skipped": algo.updates_per_rollout}
-            )
+            gathered = gather(r, state.params, rollout_params, step, updates)
+            if gathered is None:
+                logger.warning("the data ended after step %d of %d", done, r.total_steps)
+                break
+            sequences, metrics = gathered
+            metrics["optim/learning_rate"] = float(programs.schedule(updates))
+            # 7: the update.
+            state, found = update(r, state, sequences, step)
+            metrics |= found
             updates, failed = int(state.updates), int(state.skipped_in_a_row)
             # 8: the sampler gets the new weights; the old ones are let go first.
             if programs.refresh:
-                with timer.phase("refresh"):
+                with r.timer.phase("refresh"):
                     rollout_params = None
                     rollout_params = jax.block_until_ready(programs.refresh(state.params))
-            # 9: evaluate, save, record.
-            interrupted = step < total and distributed.any_process(stop.is_set())
-            if _due(config.eval.every, step) or (config.eval.at_end and step == total):
-                metrics |= evaluation(step)
+            # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint knows.
+            if _due(config.eval.every, step) or (config.eval.at_end and step == r.total_steps):
+                metrics |= evaluation(r, rollout_params, step, updates)
             latest |= metrics
-            if _due(config.checkpoint.every, step) or step == total or interrupted:
-                with timer.phase("checkpoint"):
-                    checkpoints.save(step, state, run_meta(config, data, latest), latest)
-                saved = step
-            metrics |= timer.metrics() | memory_metrics() | compilations.metrics()
-            writer.log(step, metrics)
-            progress.step(step, metrics)
             done = step
-            if failed >= algo.max_consecutive_skipped:
+            metrics |= r.timer.metrics() | memory_metrics() | compilations.metrics()
+            r.writer.log(step, metrics)
+            r.progress.step(step, metrics)
+            interrupted = step < r.total_steps and distributed.any_process(stop.is_set())
+            if _due(config.checkpoint.every, step) or step == r.total_steps or interrupted:
+                with r.timer.phase("checkpoint"):
+                    r.checkpoints.save(step, state, run_meta(r, latest), latest)
+                saved = step
+            if failed >= config.algo.max_consecutive_skipped:
                 raise Diverged(
                     f"step {step}: the gradient was not finite in {failed} updates in a row "
                     "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
                     "Lower optim.learning_rate, or look at the last samples"
                 )
             if interrupted:
+                stop.set()
                 break
-        if saved < done:
-            checkpoints.save(done, state, run_meta(config, data, latest), latest)
-        writer.event("interrupted" if interrupted else "done", step=done)
-    if first:
-        _say_goodbye(config, done, interrupted)
-    return INTERRUPTED if interrupted else 0
+    if saved < done:
+        r.checkpoints.save(done, state, run_meta(r, latest), latest)
+    return done
+
+
+def gather(
+    r: Run, params: Any, rollout_params: Any, step: int, policy_version: int
+) -> tuple[list[Sequence], dict[str, float]] | None:
+    """Stages 1 to 6: a step's sequences with advantages and log-probs, and metrics. None: no data left."""
+    if isinstance(r.data, SftIterator):
+        with r.timer.phase("prompts"):
+            rows = next(r.data, None)
+        return None if rows is None else (stages.supervised_sequences(rows), {})
+    collected = stages.collect(
+        r.parts,
+        r.programs,
+        rollout_params,
+        r.data,
+        r.scorer,
+        step=step,
+        policy_version=policy_version,
+        timer=r.timer,
+        progress=r.progress,
+    )
+    if collected is None:
+        return None
+    r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
+    sequences = stages.sequences_of(collected.rollouts)
+    with r.timer.phase("scoring") as phase:
+        r.progress.update("scoring")
+        sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
+    sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
+    return sequences, collected.metrics | metrics
+
+
+def update(
+    r: Run, state: TrainState, sequences: list[Sequence], step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """Stage 7: an update for each minibatch of each epoch; ``state`` is donated."""
+    results = []
+    with r.timer.phase("update") as phase:
+        r.progress.update("update")
+        for batch, count in stages.minibatches(r.parts, sequences, step):
+            state, result = r.programs.train_step(state, batch, count)
+            results.append(finish_metrics(jax.device_get(result)))
+        phase.tokens = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
+    if not results:
+        return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout}
+    return state, stages.mean_metrics(results)
+
+
+def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
+    """Held-out numbers of these weights. A supervised run keeps the completions: it has no other samples."""
+    assert r.programs.engine is not None and r.held_out is not None
+    with r.timer.phase("eval") as phase:
+        found, completions, scores = evaluate(
+            r.parts,
+            r.programs.engine,
+            rollout_params,
+            r.held_out,
+            r.scorer,
+            policy_version=policy_version,
+            progress=r.progress,
+        )
+        phase.tokens = int(completions.lengths.sum())
+    if r.parts.config.algo.supervised:
+        r.writer.samples(step, sample_rows(completions, scores))
+    return found
+
+
+def open_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, TrainState, dict[str, Any]]:
+    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or {}."""
+    first = distributed.is_first()
+    parts = assemble(config)
+    checkpoints = stack.enter_context(open_run_dir(config))
+    data = stack.enter_context(contextlib.closing(open_data(parts)))
+    total = total_steps(config, len(data.examples))
+    programs = parts.programs(total * config.algo.updates_per_rollout)
+    held_out = (
+        load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
+    )
+    scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
+    state, meta = restore_or_start(parts, programs, checkpoints)
+    if meta:
+        data.set_state(meta["data"])
+    writer = MetricsWriter(
+        config.run_dir,
+        config.metrics,
+        resume_step=meta["step"] if meta else None,
+        enabled=first,
+        run_config=to_dict(config),
+    )
+    progress = Progress(total, config.metrics.progress, start_step=meta.get("step", 0), enabled=first)
+    r = Run(
+        parts=parts,
+        programs=programs,
+        data=data,
+        held_out=held_out,
+        scorer=scorer,
+        ref_params=parts.initial_params() if config.algo.uses_reference else None,
+        checkpoints=checkpoints,
+        writer=stack.enter_context(writer),
+        progress=stack.enter_context(progress),
+        timer=PhaseTimer(),
+        total_steps=total,
+    )
+    return r, state, meta
 
 
 def open_run_dir(config: RunConfig) -> Checkpoints:
@@ -266,28 +329,18 @@ def restore_or_start(
     return checkpoints.restore(step, shapes_with(programs.shardings, shapes)), checkpoints.meta(step)
 
 
-def run_meta(
-    config: RunConfig, data: PromptIterator | SftIterator, latest: Mapping[str, float]
-) -> dict[str, Any]:
+def run_meta(r: Run, latest: Mapping[str, float]) -> dict[str, Any]:
     """What a checkpoint says beside its arrays."""
     return {
-        "data": data.get_state(),
+        "data": r.data.get_state(),
         "metrics": {k: v for k, v in latest.items() if k.startswith("eval/")},
-        "config": to_dict(config),
+        "config": to_dict(r.parts.config),
         **environment(),
     }
 
 
 def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
-
-
-def _say_goodbye(config: RunConfig, done: int, interrupted: bool) -> None:
-    report = write_report(config.run_dir)
-    print(summary(config.run_dir))
-    if interrupted:
-        print(f"interrupted after step {done}, checkpoint saved; the same command with resume=auto continues")
-    print(f"report: {report}")
 
 
 @contextlib.contextmanager
@@ -309,7 +362,7 @@ def stop_on_sigterm() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Arguments[str]) -> int:
     """The command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)

@@ -155,7 +155,7 @@ class StopAtStep(threading.Event):
     def is_set(self):
         path = self.config.run_dir / "metrics.jsonl"
         done = sum('"step"' in line and '"event"' not in line for line in path.read_text().splitlines())
-        return done >= self.step - 1
+        return done >= self.step
 
 
 def test_the_run_folder_tells_the_whole_story(configure):
