@@ -6,15 +6,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/setup.sh
 python=.venv/bin/python
-# Many tests start programs that compile the same things: for this one call they share what is compiled.
-cache=$(mktemp -d)
-trap 'rm -rf "$cache"' EXIT
-export JAX_COMPILATION_CACHE_DIR=$cache
-export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-
 if [ $# -gt 0 ]; then
-    "$python" -m pytest "$@"
-    exit
+    exec "$python" -m pytest "$@"
 fi
 
 failed=()
