@@ -20,8 +20,9 @@ step() {
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
-step "quick tests" "$python" -m pytest -m "not slow"
-step "slow tests" "$python" -m pytest -m slow
+# Two workers: compilation of the tests' programs takes one core.
+step "quick tests" "$python" -m pytest -n 2 -m "not slow"
+step "slow tests" "$python" -m pytest -n 2 -m slow
 if [ ${#failed[@]} -gt 0 ]; then
     (IFS=, && echo "FAILED: ${failed[*]}")
     exit 1
