@@ -211,10 +211,16 @@ def test_the_mesh_does_not_change_the_run(configure, mesh):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
-def test_micro_batches_do_not_change_the_gradient(configure):
+def test_micro_batches_and_packing_do_not_change_the_gradient(configure):
+    """Contract 4: one sequence a row or several, few rows at a time or all."""
     norms = []
-    for tokens in (24, 48, 480):
-        config = configure(f"name=m{tokens}", "steps=1", f"batch.micro_batch_tokens={tokens}")
+    for tokens, row in [(24, "null"), (480, "null"), (480, "80")]:
+        config = configure(
+            f"name=m{tokens}-{row}",
+            "steps=1",
+            f"batch.micro_batch_tokens={tokens}",
+            f"batch.row_tokens={row}",
+        )
         train.run(config)
         norms.append(metrics_of(config)[0]["optim/grad_norm"])
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
