@@ -4,7 +4,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,13 +120,10 @@ FILES = [
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The message that the program refuses ``argv`` with."""
-    begun = time.perf_counter()
     code = run_cli(train.main, argv)
-    seconds = time.perf_counter() - begun
     text = capsys.readouterr().err
     assert code == 2, text
     assert "Traceback" not in text
-    assert seconds < 5
     return text
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from jaxrl.config import (
     UserCodeError,
     describe,
     import_by_path,
-    load,
     markdown,
     nearest,
     parse_cli,
@@ -169,11 +167,6 @@ def test_exit_codes(capsys, tmp_path):
         run_cli(bug, [])
 
 
-def test_the_loader_is_light_and_quick():
-    code = "import sys, time; begun = time.perf_counter(); import jaxrl.config; "
-    code += "assert 'jax' not in sys.modules and time.perf_counter() - begun < 1"
+def test_the_loader_is_light():
+    code = "import sys, jaxrl.config; assert not {'jax', 'gin'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    begun = time.perf_counter()
-    with pytest.raises(ConfigError):
-        load(Run, None, ["optim.lr=1", "steps=x"], ["Optim.x = 1", "Zzz.y = 2"])
-    assert time.perf_counter() - begun < 1
