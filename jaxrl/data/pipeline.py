@@ -123,7 +123,25 @@ def load_prompts(
     return _prompts(range(size), [examples[i] for i in range(size)])
 
 
-class PromptIterator:
+class _Resumable:
+    """What both iterators do alike: they stop and continue with the stream they read from."""
+
+    _stream: Stream
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON-able; a new iterator with this state gives the same prompts from here on, ids included."""
+        return self._stream.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. ConfigError when data, templates, tokenizer or seed are not the same."""
+        self._stream.set_state(state)
+
+    def close(self) -> None:
+        """Stop worker processes; using the iterator again starts them."""
+        self._stream.close()
+
+
+class PromptIterator(_Resumable):
     """P prompts at a time. Batches run across epochs; with finite epochs the very last may be smaller.
 
     Raises: as ``prompt_examples``.
@@ -149,18 +167,6 @@ class PromptIterator:
         items = self._stream.read(count)
         return _prompts(range(start, start + len(items)), items)
 
-    def get_state(self) -> dict[str, Any]:
-        """JSON-able; a new iterator with this state gives the same prompts from here on, ids included."""
-        return self._stream.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. ConfigError when data, templates, tokenizer or seed are not the same."""
-        self._stream.set_state(state)
-
-    def close(self) -> None:
-        """Stop worker processes; using the iterator again starts them."""
-        self._stream.close()
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRows:
@@ -177,7 +183,7 @@ class TrainingRows:
         return len(self.tokens)
 
 
-class SftIterator:
+class SftIterator(_Resumable):
     """P rows of supervised training at a time; stream and state as those of ``PromptIterator``.
 
     Args:
@@ -219,18 +225,6 @@ class SftIterator:
             tokens=[item.tokens for item in items],
             loss_mask=[item.loss_mask for item in items],
         )
-
-    def get_state(self) -> dict[str, Any]:
-        """JSON-able; a new iterator with this state gives the same rows from here on."""
-        return self._stream.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. ConfigError when data, templates, tokenizer or seed are not the same."""
-        self._stream.set_state(state)
-
-    def close(self) -> None:
-        """Stop worker processes; using the iterator again starts them."""
-        self._stream.close()
 
 
 def _stream(examples: Examples, config: DataConfig, seed: int, section: str) -> Stream:
