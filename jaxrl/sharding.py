@@ -77,7 +77,9 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
     devices = jax.devices() if devices is None else list(devices)
     sizes = (config or MeshConfig()).resolve(len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
-    if devices[0].platform == "cpu":
+    # JAX's layout of a v4 wants one device a chip; ahead of time there are two.
+    two_a_chip = devices[0].device_kind == "TPU v4" and any(d.core_on_chip for d in devices)
+    if devices[0].platform == "cpu" or two_a_chip:
         return Mesh(np.asarray(devices).reshape(shape), AXES)
     from jax.experimental import mesh_utils
 
@@ -126,3 +128,9 @@ def put(tree, mesh: Mesh, spec: PartitionSpec | None = None):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(one, tree)
+
+
+def platform(mesh: Mesh | None) -> str:
+    """ "cpu", "gpu" or "tpu": what the program is compiled for, which need not be a device of this machine.
+    Without a mesh, JAX's default."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv from requirements.lock and installs jaxrl into it, editable. Quick when nothing has changed.
 # PYTHON=/path/to/python chooses the interpreter; without it, python3 or else the newest supported python3.N is used.
+# With --integration also what only tests need: the TPU compiler and other systems (requirements-integration.lock).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -54,20 +55,28 @@ make_venv() {
     "$python" -m venv .venv
 }
 
-stamp=.venv/jaxrl-setup
-wanted="$(pwd -P) $(cat requirements.lock pyproject.toml | sha256sum)"
+case "${1:-}" in
+    "") lock=requirements.lock size="1.2 GB" ;;
+    --integration) lock=requirements-integration.lock size="2 GB" ;;
+    *) die "$1: the only option is --integration" ;;
+esac
+state() { echo "$(pwd -P) $1 $(cat "$1" pyproject.toml | sha256sum)"; }
+stamp=.venv/jaxrl-setup # one line for each lock file that is installed
 if [ ! -e .venv ]; then
     make_venv
 elif ! supported .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     die ".venv is no virtual environment of Python 3.11 to 3.13 with pip in it; please run: rm -r .venv"
-elif [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+elif [[ $'\n'"$(cat "$stamp" 2>/dev/null)"$'\n' == *$'\n'"$(state $lock)"$'\n'* ]]; then
     exit 0
 fi
 
-say "installing the packages of requirements.lock (about 1.2 GB on disk)"
+say "installing the packages of $lock (about $size on disk)"
 pip=(.venv/bin/python -m pip install --disable-pip-version-check --root-user-action=ignore)
 [ -t 1 ] || pip+=(--quiet) # progress bars are for people
-"${pip[@]}" -r requirements.lock
+"${pip[@]}" -r "$lock"
 "${pip[@]}" --no-deps --no-build-isolation -e .
-echo "$wanted" >"$stamp"
+{ # the larger lock file holds the smaller one's versions too
+    state requirements.lock
+    [ $lock = requirements.lock ] || state $lock
+} >"$stamp"
 say "done"

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/setup.sh
+scripts/setup.sh --integration
 python=.venv/bin/python
 if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"

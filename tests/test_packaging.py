@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"tpu", "cuda", "jetstream", "ray", "gcs", "wandb", "pathways", "hf", "test", "dev"}
+EXTRAS = {"tpu", "cuda", "jetstream", "ray", "gcs", "wandb", "pathways", "hf", "test", "integration", "dev"}
 
 # Import name -> extra, of what may be imported where it is used but never by a run that does not ask for it.
 OPTIONAL_MODULES = {
@@ -156,12 +156,10 @@ def test_optional_modules_belong_to_an_extra():
     assert not heavy & names(PROJECT["dependencies"])
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_lock_pins_every_dependency_for_each_python(python):
-    environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
-    environment |= {"platform_machine": "x86_64", "platform_python_implementation": "CPython"}
+def pinned(lock, environment):
+    """Versions by name that a lock file gives one Python."""
     pins = {}
-    for line in (ROOT / "requirements.lock").read_text().splitlines():
+    for line in (ROOT / lock).read_text().splitlines():
         if line.startswith("#"):
             continue
         pin = Requirement(line)
@@ -169,13 +167,26 @@ def test_lock_pins_every_dependency_for_each_python(python):
             (version,) = pin.specifier
             assert version.operator == "=="
             assert pins.setdefault(canonicalize_name(pin.name), version.version) == version.version
-    wanted = PROJECT["dependencies"] + [
-        text for extra in ("test", "dev") for text in PROJECT["optional-dependencies"][extra]
-    ]
-    for requirement in map(Requirement, wanted):
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+    return pins
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_locks_pin_every_dependency_for_each_python(python):
+    environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
+    environment |= {"platform_machine": "x86_64", "platform_python_implementation": "CPython"}
+    pins = pinned("requirements.lock", environment)
+    more = pinned("requirements-integration.lock", environment)
+
+    def check(pins, *extras):
+        extras = [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
+        for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+    check(pins, "test", "dev")
+    check(more, "test", "dev", "integration")
     assert pins["jax"].startswith("0.10" if python == "3.11" else "0.12")
     assert not pins.keys() & {"torch", "tensorflow", "datasets", "ray", "wandb", "libtpu"}
+    assert pins.items() <= more.items() and "libtpu" in more
 
 
 def test_repository_names_no_package_index_and_no_folder_of_a_machine():

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+LOCKS = ("requirements.lock", "requirements-integration.lock")
 STUB_PYTHON = """#!/bin/bash
 echo "python $*" >>"$LOG"
 case "$*" in
@@ -34,7 +35,7 @@ class Machine:
     def __init__(self, folder):
         self.folder, self.log = folder / "checkout", folder / "log"
         (self.folder / "scripts").mkdir(parents=True)
-        for name in ("scripts/setup.sh", "requirements.lock", "pyproject.toml"):
+        for name in ("scripts/setup.sh", *LOCKS, "pyproject.toml"):
             shutil.copy(ROOT / name, self.folder / name)
         self.bin = folder / "bin"
         self.bin.mkdir()
@@ -51,13 +52,13 @@ class Machine:
     def add_python(self, name="python3"):
         write_program(self.bin / name, STUB_PYTHON)
 
-    def setup(self, **environment):
+    def setup(self, *arguments, **environment):
         """Run setup.sh; returns (exit code, messages, calls of pip install and apt-get)."""
         self.log.write_text("")
         stubs = {"STUB_VERSION": self.version, "STUB_PIP_EXIT": self.pip_exit, "STUB_VENV": self.has_venv}
         variables = {"PATH": self.bin, "LOG": self.log, **stubs, **environment}
         done = subprocess.run(
-            [self.bin / "bash", "scripts/setup.sh"],
+            [self.bin / "bash", "scripts/setup.sh", *arguments],
             cwd=self.folder,
             env={key: str(value) for key, value in variables.items()},
             stdin=subprocess.DEVNULL,
@@ -84,6 +85,16 @@ def test_installs_once_and_again_when_the_lock_changes(machine):
     with open(machine.folder / "requirements.lock", "a") as lock:
         lock.write("six==1.16.0\n")
     assert len(machine.setup()[2]) == 2
+
+
+def test_integration_installs_the_larger_lock_which_serves_both(machine):
+    machine.add_python()
+    assert machine.setup()[0] == 0
+    code, _, calls = machine.setup("--integration")
+    assert (code, calls[0].split()[-1]) == (0, "requirements-integration.lock")
+    assert machine.setup()[2] == machine.setup("--integration")[2] == []
+    code, message, calls = machine.setup("--everything")
+    assert (code, calls) == (2, []) and "--integration" in message
 
 
 def test_a_failed_installation_is_tried_again(machine):

@@ -1,0 +1,22 @@
+"""Compiling for TPU without a TPU: libtpu's compiler runs on any x86-64 Linux machine.
+
+mesh = topology_mesh("v5e:4x4", MeshConfig(fsdp=4, tensor=4))
+compiled = jax.jit(f).lower(*shapes_with_shardings_on_the_mesh).compile()
+cost = program_cost(compiled, CHIPS["v5e"])
+"""
+
+from jaxrl.tpu.chips import CHIPS, Chip
+from jaxrl.tpu.cost import Collective, Cost, program_cost
+from jaxrl.tpu.topology import TOPOLOGIES, chip_of, compiler_missing, topology_mesh
+
+__all__ = [
+    "CHIPS",
+    "TOPOLOGIES",
+    "Chip",
+    "Collective",
+    "Cost",
+    "chip_of",
+    "compiler_missing",
+    "program_cost",
+    "topology_mesh",
+]

@@ -1,0 +1,11 @@
+"""Tests that compile for TPU with libtpu's compiler, on the CPU."""
+
+import pytest
+
+from jaxrl.tpu import compiler_missing
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    if missing := compiler_missing():
+        pytest.skip(missing)
