@@ -158,7 +158,7 @@ def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Arr
     A sequence's first token is never scored, so what rolls in from its left does not matter.
     """
     hidden, _ = spec.model.hidden_states(params, micro.tokens, micro.positions, micro.segment_ids)
-    return token_log_probs(
+    out = token_log_probs(
         jnp.roll(hidden, 1, axis=1),
         spec.model.head(params).astype(hidden.dtype),
         micro.tokens,
@@ -169,6 +169,7 @@ def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Arr
         mesh=spec.mesh,
         implementation=spec.log_prob_implementation,
     )
+    return out.log_probs, out.entropies
 
 
 def _micro_batch(batch: TrainBatch, i) -> TrainBatch:

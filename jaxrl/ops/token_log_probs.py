@@ -4,38 +4,52 @@
     log_prob   = logits_target - logsumexp(logits)
     entropy    = logsumexp(logits) - sum_v softmax(logits)_v logits_v
 
-``reference`` writes this down with all logits in memory. ``chunked`` walks over blocks of tokens, recomputes
-the logits of a block in the backward pass and adds up the head's gradient in float32. Under a mesh it runs
-inside ``shard_map``: rows over (data, fsdp), the vocabulary over tensor, joined by one max and two sums per
-token (Megatron-LM, arXiv:1909.08053, section 3).
+``reference`` writes this down with all logits in memory. ``chunked`` (plain XLA) walks over blocks of tokens
+and computes the logits of a block again in the backward pass. Unscored tokens are left out: the scored ones
+are gathered to the front and only their blocks are computed.
+
+Under a mesh each device sees some tokens and some of the vocabulary, and one max and one sum per token join
+the parts (Megatron-LM, arXiv:1909.08053, section 3). The vocabulary lies over ``tensor``; over ``fsdp``
+whichever is smaller is gathered: the tokens (then the vocabulary is split over ``fsdp`` too, and the gradient
+of the head needs no sum over it), or the head.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from jaxrl.ops import token_log_probs_chunked
+from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax, cap, dot
 
 Implementation = Literal["reference", "chunked"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked")
 
-_MASKED = -1e30
-"""Logit of an id beyond the vocabulary: finite, so that 0 * logit stays 0 in the entropy."""
-_BLOCK_LOGITS = 2**25
-"""Float32 logits a block may hold (128 MiB)."""
+
+class TokenLogProbs(NamedTuple):
+    """Of each token, in nats, float32 [R, T]; 0 at unscored tokens."""
+
+    log_probs: jax.Array
+    entropies: jax.Array
+    log_sum_exp: jax.Array
+    """Of the logits after temperature and cap."""
 
 
-class _Head(NamedTuple):
-    """What turns hidden states into logits; static, hashable."""
+class Spec(NamedTuple):
+    """What the passes over the head are compiled for; static, hashable."""
 
-    temperature: float
-    soft_cap: float | None
-    vocab_limit: int | None
+    softmax: Softmax
+    mesh: Mesh | None
+    implementation: Implementation
 
 
 def scaled_logits(
@@ -48,22 +62,25 @@ def scaled_logits(
 ) -> jax.Array:
     """hidden [..., D], head [V, D] -> float32 logits [..., V] / temperature (scalar, or [...] one per row).
 
-    The sampler and every implementation below use this one function. Ids from ``vocab_limit`` on get
-    probability 0.
+    The sampler and the reference use this one function. Ids from ``vocab_limit`` on get probability 0.
     """
-    logits = _cap(_dot(hidden, head), soft_cap) / jnp.asarray(temperature, jnp.float32)[..., None]
+    logits = cap(dot(hidden, head), soft_cap) / jnp.asarray(temperature, jnp.float32)[..., None]
     if vocab_limit is None or vocab_limit >= head.shape[0]:
         return logits
-    return jnp.where(jnp.arange(head.shape[0]) < vocab_limit, logits, _MASKED)
+    return jnp.where(jnp.arange(head.shape[0]) < vocab_limit, logits, MASKED)
 
 
 def log_probs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """logits [..., V] (already divided by the temperature), targets [...] -> log_probs [...], entropy [...],
     in nats."""
+    return _from_logits(logits, targets)[:2]
+
+
+def _from_logits(logits, targets):
     lse = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     entropy = lse - jnp.sum(jnp.exp(logits - lse[..., None]) * logits, axis=-1)
-    return target - lse, entropy
+    return TokenLogProbs(target - lse, entropy, lse)
 
 
 def token_log_probs(
@@ -77,193 +94,239 @@ def token_log_probs(
     mask: jax.Array | None = None,
     mesh: Mesh | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies (nats, float32, [R, T]) of ``targets`` [R, T] predicted from ``hidden`` [R, T,
-    D].
+) -> TokenLogProbs:
+    """Log-probs, entropies and log-sum-exps of ``targets`` [R, T] predicted from ``hidden`` [R, T, D].
 
     ``hidden[r, t]`` is the state that predicts ``targets[r, t]``: the shift is the caller's. ``head`` is [V,
-    D]. Where ``mask`` [R, T] is False the results and gradients are 0, and ``chunked`` does not compute them.
-    With a ``mesh`` the rows must divide over (data, fsdp). ``implementation`` None means ``chunked``.
+    D]. Where ``mask`` [R, T] is False the results and gradients are 0 and nothing is computed. With a
+    ``mesh`` the rows must divide over (data, fsdp). ``implementation`` None means ``chunked``.
     """
-    implementation = implementation or "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"token_log_probs: implementation {implementation!r} is not one of {IMPLEMENTATIONS}"
-        )
-    if mask is None:
-        mask = jnp.ones(targets.shape, bool)
-    mask = jnp.asarray(mask, bool)
-    targets = jnp.where(mask, targets, 0)
-    if implementation == "reference":
+    spec = make_spec(temperature, soft_cap, vocab_limit, mesh, implementation)
+    if mask is not None:
+        mask = jnp.asarray(mask, bool)
+        targets = jnp.where(mask, targets, 0)
+    if spec.implementation == "reference":
         logits = scaled_logits(
             hidden, head, temperature=temperature, soft_cap=soft_cap, vocab_limit=vocab_limit
         )
-        log_probs, entropy = log_probs_and_entropy(logits, targets)
-        return jnp.where(mask, log_probs, 0.0), jnp.where(mask, entropy, 0.0)
-    spec = _Head(float(temperature), soft_cap, vocab_limit)
-    mesh = None if mesh is None or mesh.size == 1 else mesh
-    return _chunked(hidden, head, targets, mask, spec, mesh)
+        return _where(mask, _from_logits(logits, targets))
+    return _token_log_probs(hidden, head, targets, mask, spec)
 
 
-# ---- chunked: one custom_vjp around two shard_map'ed passes, collectives written out
-# --------------------------------
+def make_spec(temperature, soft_cap, vocab_limit, mesh, implementation) -> Spec:
+    """The static arguments, checked. ValueError names an unknown implementation."""
+    implementation = implementation or "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
+    return Spec(Softmax(float(temperature), soft_cap, vocab_limit), mesh, implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _chunked(hidden, head, targets, mask, spec, mesh):
-    return _chunked_fwd(hidden, head, targets, mask, spec, mesh)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_log_probs(hidden, head, targets, mask, spec):
+    return forward(hidden, head, targets, mask, spec)
 
 
-def _chunked_fwd(hidden, head, targets, mask, spec, mesh):
-    vocab_axis, rows, vocab = _layout(head, mesh)
-    local = functools.partial(_local_forward, spec=spec, vocab_axis=vocab_axis)
-    forward = _shard(local, mesh, (rows, vocab, rows, rows), (rows, rows, rows))
-    log_probs, entropy, lse = forward(hidden, head, targets, mask)
-    return (log_probs, entropy), (hidden, head, targets, mask, entropy, lse)
-
-
-def _chunked_bwd(spec, mesh, residuals, cotangents):
-    hidden, head, *rest = residuals
-    vocab_axis, rows, vocab = _layout(head, mesh)
-    local = functools.partial(
-        _local_backward, spec=spec, vocab_axis=vocab_axis, row_axes=rows[0] if mesh else None
+def _token_log_probs_fwd(hidden, head, targets, mask, spec):
+    hidden, head, targets, mask = jax.tree.map(
+        lambda x: x.value, (hidden, head, targets, mask), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    backward = _shard(local, mesh, (rows, vocab, *[rows] * 6), (rows, vocab))
-    # The barrier keeps XLA from merging the recomputed logits with the forward's, which would keep them all.
-    hidden, head = lax.optimization_barrier((hidden, head))
-    d_hidden, d_head = backward(hidden, head, *rest, *cotangents)
+    out = forward(hidden, head, targets, mask, spec)
+    return out, (hidden, head, targets, mask, out)
+
+
+def _token_log_probs_bwd(spec, residuals, cotangents):
+    d_log_probs, d_entropies, d_lse = (None if isinstance(c, SymbolicZero) else c for c in cotangents)
+    d_hidden, d_head = backward(*residuals, d_log_probs, d_entropies, d_lse, spec)
     return d_hidden, d_head, None, None
 
 
-_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+_token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd, symbolic_zeros=True)
 
 
-def _layout(head, mesh):
-    """(axis the vocabulary is split over or None, spec of row arrays, spec of the head)."""
-    if mesh is None:
-        return None, P(), P()
-    split = mesh.shape["tensor"] > 1 and head.shape[0] % mesh.shape["tensor"] == 0
-    return ("tensor" if split else None), P(("data", "fsdp")), P("tensor" if split else None, None)
+# ---- the two passes, of any implementation, on global arrays ----
 
 
-def _shard(local, mesh, in_specs, out_specs):
-    if mesh is None:
+def forward(hidden, head, targets, mask, spec: Spec) -> TokenLogProbs:
+    """``token_log_probs`` without a gradient of its own."""
+    layout = make_layout(hidden, head, spec.mesh)
+
+    def local(hidden, head, targets, mask):
+        tokens = Tokens(mask, targets.shape, _passes(spec).block_tokens(targets.size, len(head)))
+        first, limit = _vocabulary(head, layout, spec)
+        targets = tokens.take(targets) - first
+        top, total, weighted, chosen = _passes(spec).forward(
+            tokens.take(hidden), head, targets, tokens.count, limit, spec.softmax
+        )
+        if layout.vocab_axes:
+            best = lax.pmax(top, layout.vocab_axes)
+            scale = jnp.exp(top - best)
+            sums = jnp.stack([total * scale, weighted * scale, chosen])
+            top, (total, weighted, chosen) = best, lax.psum(sums, layout.vocab_axes)
+        lse = top + jnp.log(total)
+        out = TokenLogProbs(chosen - lse, lse - weighted / total, lse)
+        return _where(mask, TokenLogProbs(*(tokens.put(x) for x in out)))
+
+    rows = layout.rows
+    shard = shard_map(local, spec.mesh, (rows, layout.vocab, rows, rows), rows)
+    return shard(hidden, head, targets, mask)
+
+
+def backward(hidden, head, targets, mask, out: TokenLogProbs, d_log_probs, d_entropies, d_lse, spec: Spec):
+    """Gradients of hidden states and head in their dtypes; cotangents [R, T], None where there is none."""
+    layout = make_layout(hidden, head, spec.mesh)
+    cotangents = logit_cotangents(out, d_log_probs, d_entropies, d_lse)
+    # The barrier keeps XLA from merging the recomputed logits with the forward's, which would keep them all.
+    hidden, head = lax.optimization_barrier((hidden, head))
+
+    def local(hidden, head, targets, mask, cotangents):
+        tokens = Tokens(mask, targets.shape, _passes(spec).block_tokens(targets.size, len(head)))
+        first, limit = _vocabulary(head, layout, spec)
+        d_hidden, d_head = _passes(spec).backward(
+            tokens.take(hidden),
+            head,
+            tokens.take(targets) - first,
+            tokens.count,
+            limit,
+            tokens.take_cotangents(cotangents),
+            spec.softmax,
+        )
+        return join_gradients(tokens, d_hidden, d_head, hidden.dtype, head.dtype, layout)
+
+    rows = layout.rows
+    shard = shard_map(
+        local, spec.mesh, (rows, layout.vocab, rows, rows, rows), (layout.d_rows, layout.d_vocab)
+    )
+    return shard(hidden, head, targets, mask, cotangents)
+
+
+def logit_cotangents(out: TokenLogProbs, d_log_probs, d_entropies, d_lse) -> Cotangents:
+    """Of the log-probs, entropies and log-sum-exps -> of the logits:
+    d entropy / d logit_v = -p_v (log p_v + entropy)."""
+    zero = jnp.zeros_like(out.log_probs)
+    target = zero if d_log_probs is None else d_log_probs
+    base = target if d_lse is None else target - d_lse
+    if d_entropies is not None:
+        base = base + d_entropies * (out.entropies - out.log_sum_exp)
+    return Cotangents(out.log_sum_exp, target, base, d_entropies)
+
+
+def _passes(spec: Spec) -> ModuleType:
+    return token_log_probs_chunked
+
+
+def _where(mask, tree):
+    return tree if mask is None else jax.tree.map(lambda x: jnp.where(mask, x, 0.0), tree)
+
+
+# ---- which device sees what ----
+
+
+class Layout(NamedTuple):
+    """Mesh axes over which the tokens and the vocabulary are split inside ``shard_map``."""
+
+    row_axes: tuple[str, ...] = ()
+    vocab_axes: tuple[str, ...] = ()
+    scatter_head: bool = False
+    """The head's gradient is left split over fsdp along D, as the train view keeps it."""
+    parts: int = 1
+    """Parts of the vocabulary."""
+
+    @property
+    def rows(self):
+        return P(self.row_axes or None)
+
+    @property
+    def vocab(self):
+        return P(self.vocab_axes or None, None)
+
+    @property
+    def d_rows(self):
+        return P(("data", "fsdp")) if self.row_axes else P()
+
+    @property
+    def d_vocab(self):
+        return P(self.vocab_axes or None, "fsdp" if self.scatter_head else None)
+
+
+def make_layout(hidden, head, mesh: Mesh | None) -> Layout:
+    """See the module's text. hidden [R, T, D], head [V, D]."""
+    if mesh is None or mesh.size == 1:
+        return Layout()
+    vocabulary, (rows, length, width) = head.shape[0], hidden.shape
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    axes = ("tensor",) if vocabulary % tensor == 0 and tensor > 1 else ()
+    parts = tensor if axes else 1
+    gather_tokens = rows * length // mesh.shape["data"] <= vocabulary // parts
+    if fsdp > 1 and gather_tokens and vocabulary % (parts * fsdp) == 0:
+        return Layout(("data",), (*axes, "fsdp"), parts=parts * fsdp)
+    return Layout(("data", "fsdp"), axes, scatter_head=fsdp > 1 and width % fsdp == 0, parts=parts)
+
+
+def shard_map(local, mesh, in_specs, out_specs):
+    """``local`` on each device's part; itself on one device."""
+    if mesh is None or mesh.size == 1:
         return local
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _local_forward(hidden, head, targets, mask, *, spec, vocab_axis):
-    """One device's rows against its part of the vocabulary -> log_probs, entropy, logsumexp, each [R, T]
-    float32."""
-
-    def block(h, target, used):
-        logits, _, _ = _block_logits(h, head, spec, vocab_axis)
-        top = lax.stop_gradient(jnp.max(logits, axis=-1))
-        top = lax.pmax(top, vocab_axis) if vocab_axis else top
-        weights = jnp.exp(logits - top[:, None])
-        hit = _target_hit(target, head, vocab_axis)
-        sums = jnp.stack([weights.sum(-1), (weights * logits).sum(-1), jnp.where(hit, logits, 0.0).sum(-1)])
-        total, weighted, chosen = lax.psum(sums, vocab_axis) if vocab_axis else sums
-        lse = top + jnp.log(total)
-        return jnp.where(used, jnp.stack([chosen - lse, lse - weighted / total, lse]), 0.0)
-
-    arrays, restore = _blocks(hidden, head, mask, targets)
-    empty = jnp.zeros((3, arrays[0].shape[1]), jnp.float32)
-    out = lax.map(lambda a: lax.cond(jnp.any(a[2]), lambda: block(*a), lambda: empty), arrays)
-    return tuple(restore(out[:, i].reshape(-1)) for i in range(3))
+def _vocabulary(head, layout: Layout, spec: Spec):
+    """(first id of this device's part of the head, rows of it that are real ids or None: all)."""
+    first = lax.axis_index(layout.vocab_axes) * len(head) if layout.vocab_axes else 0
+    limit = spec.softmax.vocab_limit
+    if limit is None or limit >= len(head) * layout.parts:
+        return first, None
+    return first, jnp.clip(limit - first, 0, len(head))
 
 
-def _local_backward(
-    hidden, head, targets, mask, entropy, lse, d_log_probs, d_entropy, *, spec, vocab_axis, row_axes
-):
-    """Gradients of the local rows and of the local part of the head, summed over the other devices that share
-    them."""
-
-    def block(h, target, used, ent, lse, g_log_prob, g_entropy):
-        logits, capped, inside = _block_logits(h, head, spec, vocab_axis)
-        log_p = logits - lse[:, None]
-        p = jnp.exp(log_p)
-        hit = _target_hit(target, head, vocab_axis).astype(jnp.float32)
-        d_logits = g_log_prob[:, None] * (hit - p) - g_entropy[:, None] * p * (log_p + ent[:, None])
-        d_raw = jnp.where(inside & used[:, None], d_logits / spec.temperature, 0.0)
-        if spec.soft_cap is not None:
-            d_raw = d_raw * (1.0 - jnp.square(capped / spec.soft_cap))
-        d_raw = d_raw.astype(head.dtype)
-        d_h = lax.dot_general(d_raw, head, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        d_w = lax.dot_general(d_raw, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return d_h, d_w
-
-    arrays, restore = _blocks(hidden, head, mask, targets, entropy, lse, d_log_probs, d_entropy)
-
-    def step(d_head, a):
-        def run():
-            d_h, d_w = block(*a)
-            return d_head + d_w, d_h
-
-        return lax.cond(jnp.any(a[2]), run, lambda: (d_head, jnp.zeros(a[0].shape, jnp.float32)))
-
-    d_head, d_hidden = lax.scan(step, jnp.zeros(head.shape, jnp.float32), arrays)
-    d_hidden = restore(d_hidden.reshape(-1, hidden.shape[-1]))
-    if vocab_axis:
-        d_hidden = lax.psum(d_hidden, vocab_axis)
-    if row_axes:
-        d_head = lax.psum(d_head, row_axes)
-    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype)
+def join_gradients(tokens: Tokens, d_hidden, d_head, hidden_dtype, head_dtype, layout: Layout):
+    """Sum of the devices' shares, inside ``shard_map``: of the tokens over the parts of the vocabulary, of
+    the head over the rows. Sums over devices are in the dtype of the result, those before in float32."""
+    d_hidden = tokens.put(d_hidden).astype(hidden_dtype)
+    d_head = d_head.astype(head_dtype)
+    for axis in reversed(layout.vocab_axes):
+        if axis == "fsdp":  # all the rows of the axis came in, each device's own go out
+            d_hidden = lax.psum_scatter(d_hidden, axis, tiled=True)
+        else:
+            d_hidden = lax.psum(d_hidden, axis)
+    row_axes = layout.row_axes
+    if layout.scatter_head:
+        row_axes = ("data",)
+        d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=1, tiled=True)
+    return d_hidden, lax.psum(d_head, row_axes) if row_axes else d_head
 
 
-def _block_logits(h, head, spec: _Head, vocab_axis):
-    """Logits of a block [C, V_local], the capped products, and which columns are real ids [1, V_local]."""
-    capped = _cap(_dot(h, head), spec.soft_cap)
-    inside = jnp.ones((1, head.shape[0]), bool)
-    if spec.vocab_limit is not None:
-        inside = (_vocab_ids(head, vocab_axis) < spec.vocab_limit)[None, :]
-    return jnp.where(inside, capped / spec.temperature, _MASKED), capped, inside
+class Tokens:
+    """The scored tokens of [R, T], in front of a list [N] that is padded to whole blocks."""
 
+    def __init__(self, mask: jax.Array | None, shape: tuple[int, int], block: int):
+        self.shape, size = shape, math.prod(shape)
+        self.length = -(-size // block) * block
+        self.count: jax.Array | int = size
+        self.order = None
+        if mask is not None:
+            order = jnp.argsort(~mask.reshape(-1), stable=True)
+            self.count = jnp.sum(mask, dtype=jnp.int32)
+            self.inverse = jnp.argsort(order)
+            self.order = jnp.pad(order, (0, self.length - size))
 
-def _vocab_ids(head, vocab_axis):
-    offset = lax.axis_index(vocab_axis) * head.shape[0] if vocab_axis else 0
-    return offset + jnp.arange(head.shape[0])
+    def take(self, x):
+        """[R, T, ...] -> [N, ...]"""
+        x = x.reshape(-1, *x.shape[2:])
+        if self.order is not None:
+            return x[self.order]
+        return jnp.pad(x, [(0, self.length - len(x))] + [(0, 0)] * (x.ndim - 1))
 
+    def put(self, x):
+        """[N, ...] -> [R, T, ...]; arbitrary at unscored tokens."""
+        x = x[: math.prod(self.shape)] if self.order is None else x[self.inverse]
+        return x.reshape(*self.shape, *x.shape[1:])
 
-def _target_hit(target, head, vocab_axis):
-    return target[:, None] == _vocab_ids(head, vocab_axis)[None, :]
+    @property
+    def used(self):
+        """[N] bool: scored."""
+        return jnp.arange(self.length) < self.count
 
-
-def _blocks(hidden, head, mask, targets, *others):
-    """Flatten [R, T, ...] to blocks of tokens [n, C, ...], scored tokens first, so that blocks of unscored
-    ones are skipped.
-
-    Returns ((hidden, targets, mask, *others) as blocks, restore: [n * C, ...] -> [R, T, ...]).
-    """
-    rows, length = hidden.shape[:2]
-    count = rows * length
-    size = 128
-    while size < 2048 and 2 * size * head.shape[0] <= _BLOCK_LOGITS:
-        size *= 2
-    size = min(size, count)
-    blocks = -(-count // size)
-    order = jnp.argsort(~mask.reshape(-1), stable=True)
-    padded = jnp.pad(order, (0, blocks * size - count))
-    valid = jnp.arange(blocks * size) < count
-
-    def block(x):
-        return jnp.asarray(x).reshape(count, *x.shape[2:])[padded].reshape(blocks, size, *x.shape[2:])
-
-    def restore(x):
-        inverse = jnp.argsort(order)
-        return x[inverse].reshape(rows, length, *x.shape[1:])
-
-    used = mask.reshape(-1)[padded] & valid
-    return (
-        (block(hidden), block(targets), used.reshape(blocks, size), *(block(o) for o in others)),
-        restore,
-    )
-
-
-def _dot(hidden, head):
-    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(hidden, head, contract, preferred_element_type=jnp.float32)
-
-
-def _cap(logits, soft_cap):
-    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+    def take_cotangents(self, ct: Cotangents) -> Cotangents:
+        """[R, T] -> [N], with zeros at unscored tokens."""
+        ct = jax.tree.map(lambda x: jnp.where(self.used, self.take(x), 0.0), ct)
+        return ct._replace(log_sum_exp=jnp.where(self.used, ct.log_sum_exp, -MASKED))

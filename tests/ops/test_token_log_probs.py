@@ -24,19 +24,20 @@ def inputs(dtype=np.float32):
     targets = rng.integers(0, 301, (R, T))
     mask = rng.random((R, T)) < 0.6
     mask[3] = False
-    return hidden.astype(dtype), head.astype(dtype), targets, mask, rng.normal(size=(2, R, T))
+    return hidden.astype(dtype), head.astype(dtype), targets, mask, rng.normal(size=(3, R, T))
 
 
 def float64_answer(hidden, head, targets, mask, weights, *, temperature, soft_cap, vocab_limit):
-    """log_probs, entropy, d hidden, d head of sum(w0 * log_probs + w1 * entropy) in numpy float64."""
+    """log_probs, entropy, log_sum_exp and d hidden, d head of sum(w0 * log_probs + w1 * entropy + w2 *
+    log_sum_exp) in numpy float64."""
     h, w = hidden.astype(np.float64), head.astype(np.float64)
     raw = h @ w.T
     capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
     logits = capped / temperature
     if vocab_limit:
         logits[..., vocab_limit:] = -np.inf
-    logits -= logits.max(-1, keepdims=True)
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    lse = np.log(np.exp(logits).sum(-1, keepdims=True))
+    log_p = logits - lse
     p = np.exp(log_p)
     safe = np.where(p > 0, log_p, 0.0)
     entropy = -(p * safe).sum(-1)
@@ -44,8 +45,9 @@ def float64_answer(hidden, head, targets, mask, weights, *, temperature, soft_ca
     hit = np.eye(V)[targets]
     g = weights * mask
     d_logits = g[0][..., None] * (hit - p) - g[1][..., None] * p * (safe + entropy[..., None])
+    d_logits += g[2][..., None] * p
     d_raw = d_logits / temperature * (1 if soft_cap is None else 1 - (capped / soft_cap) ** 2)
-    return log_probs * mask, entropy * mask, d_raw @ w, np.einsum("rtv,rtd->vd", d_raw, h)
+    return log_probs * mask, entropy * mask, lse[..., 0] * mask, d_raw @ w, np.einsum("rtv,rtd->vd", d_raw, h)
 
 
 def answer(hidden, head, targets, mask, weights, mesh=None, implementation=None, **case):
@@ -53,7 +55,7 @@ def answer(hidden, head, targets, mask, weights, mesh=None, implementation=None,
         out = token_log_probs(
             hidden, head, targets, mask=mask, mesh=mesh, implementation=implementation, **case
         )
-        return jnp.sum(weights[0] * out[0] + weights[1] * out[1]), out
+        return jnp.sum(weights[0] * out[0] + weights[1] * out[1] + weights[2] * out[2]), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, head)
     return [np.asarray(x, np.float64) for x in (*out, *grads)]
@@ -87,7 +89,7 @@ def test_bfloat16_inputs_accumulate_in_float32():
     got = answer(hidden, head, *rest, **CASES["capped"])
     np.testing.assert_allclose(got[0], expected[0], atol=2e-4)
     np.testing.assert_allclose(got[1], expected[1], atol=2e-4)
-    for g, want in zip(got[2:], expected[2:], strict=True):
+    for g, want in zip(got[3:], expected[3:], strict=True):
         np.testing.assert_allclose(g, want, atol=0.02 * np.abs(want).max())
 
 
