@@ -43,9 +43,10 @@ class ModelSource:
         "what the backward pass computes again: none (most memory), dots (all but matrix products) or full "
         "(a whole layer)",
     )
-    attention: Literal["reference", "chunked"] | None = setting(
+    attention: Literal["reference", "chunked", "pallas"] | None = setting(
         None,
-        "implementation of attention; null: reference for short rows, chunked (by blocks) for long ones",
+        "implementation of attention over whole rows (scoring, update); null: pallas (splash attention) on "
+        "TPU, elsewhere reference for short rows and chunked (by blocks) for long ones",
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:

@@ -146,6 +146,7 @@ class Attention(nnx.Module):
             window=kind.window,
             soft_cap=config.attention_soft_cap,
             scale=config.attention_scale,
+            mesh=context.mesh,
             implementation=context.attention,
         )
         y = context.constrain(y, "batch", None, "heads", None)

@@ -146,8 +146,9 @@ class Model:
             hidden states [B, T, D] after the final norm, and the extended cache.
         """
         decoder = self._decoder(rollout_params)
+        attention = None if self.attention == "pallas" else self.attention  # a cache is not a row
         context = decoder.context(
-            positions, None, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh
+            positions, None, dtype=self.compute_dtype, attention=attention, mesh=self.mesh
         )
         return decoder.extend(tokens, context, cache)
 

@@ -2,6 +2,9 @@
 
 A query sees a key of its own segment whose position is at most its own and, with a window of w, larger than
 its own minus w. Scores and softmax are float32 whatever the inputs are.
+
+``reference`` holds all scores, ``chunked`` those of a block of queries at a time, also in the backward pass,
+and ``pallas`` (``attention_tpu.py``) none at all.
 """
 
 from __future__ import annotations
@@ -10,8 +13,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
-Implementation = Literal["reference", "chunked"]
+from jaxrl.sharding import platform
+
+Implementation = Literal["reference", "chunked", "pallas"]
+SAVED = "attention"
+"""What remat policies know the result by."""
 BLOCK = 256
 """Queries of one block of ``chunked``."""
 LONG = 1024
@@ -30,6 +39,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float,
+    mesh: Mesh | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """softmax(cap(q k^T scale)) v under the mask described above.
@@ -42,16 +52,31 @@ def attention(
             see each other.
         window: tokens a query sees, itself included; None: all earlier ones.
         soft_cap: scores become cap * tanh(scores / cap) (Gemma 2, arXiv:2408.00118).
-        implementation: ``reference`` holds all [T, S] scores, ``chunked`` those of BLOCK queries at a time,
-            also in the backward pass; None: chunked from LONG queries on.
+        mesh: where the arrays lie, and what they are compiled for; only ``pallas`` needs it.
+        implementation: None: ``pallas`` on TPU where queries and keys are the same tokens (that is, where
+            ``kv_positions`` is ``q_positions``), else ``chunked`` from LONG queries on. ``pallas`` needs such
+            tokens, with each segment in one piece and its positions counting up by one; off TPU it is
+            interpreted.
 
     Returns:
         [B, T, N, H] in the dtype of ``v``; zeros for a query that sees nothing.
     """
+    rows = kv_positions is q_positions
     if implementation is None:
-        implementation = "chunked" if q.shape[1] >= LONG else "reference"
+        if rows and platform(mesh) == "tpu":
+            implementation = "pallas"
+        else:
+            implementation = "chunked" if q.shape[1] >= LONG else "reference"
+    if implementation == "pallas":
+        if not rows:
+            raise ValueError("implementation 'pallas': needs kv_positions to be q_positions")
+        from jaxrl.ops.attention_tpu import splash_attention  # half a second that only TPU needs
+
+        return splash_attention(
+            q, k, v, q_segments, window=window, soft_cap=soft_cap, scale=scale, mesh=mesh, name=SAVED
+        )
     if implementation not in ("reference", "chunked"):
-        raise ValueError(f"implementation {implementation!r}: needs reference, chunked or None")
+        raise ValueError(f"implementation {implementation!r}: needs reference, chunked, pallas or None")
     if q_segments is None or kv_segments is None:
         q_segments, kv_segments = jnp.zeros_like(q_positions), jnp.zeros_like(kv_positions)
 
@@ -64,8 +89,10 @@ def attention(
         return _attend(q, k, v, visible, soft_cap, scale)
 
     if implementation == "reference":
-        return block(q, q_positions, q_segments)
-    return _over_blocks(block, q, q_positions, q_segments)
+        out = block(q, q_positions, q_segments)
+    else:
+        out = _over_blocks(block, q, q_positions, q_segments)
+    return checkpoint_name(out, SAVED)
 
 
 def _attend(q, k, v, visible, soft_cap, scale):

@@ -53,6 +53,18 @@ def test_gradients(checkpoint, reference):
     np.testing.assert_allclose(total, expected["global_norm"], rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_splash_attention_is_the_reference(family, reference):
+    """Hidden states and gradients with soft cap, sliding windows, grouped queries, biases and padding."""
+    c, expected = reference.load(family), reference.outputs(family)
+    model = dataclasses.replace(c.model, attention="pallas")
+    arrays = (c.tokens, c.positions, c.segments, c.goldens["target_mask"])
+    (_, (hidden, *_)), grads = reference.training_program(model)(c.params, *arrays)
+    np.testing.assert_allclose(hidden, expected.hidden, atol=1e-4)  # padding too
+    for a, e in zip(jax.tree.leaves(grads), jax.tree.leaves(expected.grads), strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-5 * float(jnp.abs(e).max()))
+
+
 def test_router_loss(checkpoint, reference):
     expected = checkpoint.goldens.get("aux_loss", 0.0)
     np.testing.assert_allclose(reference.outputs(checkpoint.name).router_loss, expected, rtol=1e-4)
