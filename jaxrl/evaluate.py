@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jaxrl.assembly import Assembly, assemble, split_checkpoint
 from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError, run_cli
 from jaxrl.data.pipeline import load_prompts
+from jaxrl.preemption import check
 from jaxrl.progress import Progress
 from jaxrl.rewards.pool import Scores
 from jaxrl.rollout.engine import Engine
@@ -46,11 +48,12 @@ def evaluate(
     *,
     policy_version: int = 0,
     progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> tuple[dict[str, float], Rollouts, Scores]:
     """Sample ``eval.samples`` completions of each held-out prompt and score them.
 
     Returns the metrics (``eval/...``), and the completions with their scores. The numbers depend on the
-    parameters and the seed alone, not on the step.
+    parameters and the seed alone, not on the step. Interrupted, after a dispatch, when ``stop`` is set.
     """
     config = parts.config
     total = len(prompts) * config.eval.samples
@@ -58,6 +61,7 @@ def evaluate(
     def report(done: int, tokens: int) -> None:
         if progress is not None:
             progress.update("eval", done=done, total=total, tokens=tokens)
+        check(stop, done, tokens)
 
     report(0, 0)
     completions = rollout(
@@ -135,6 +139,7 @@ def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
                 "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
                 "stop_reason": completions.stop_reasons[i],
                 "length": len(completions.tokens[i]),
+                "tokens": completions.tokens[i].tolist(),
             }
         )
     return rows

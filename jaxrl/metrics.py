@@ -288,6 +288,11 @@ class MetricsWriter:
         while len(files) > self.config.samples_keep_steps:
             files.pop(_step_to_drop(list(files))).unlink()
 
+    def sync(self) -> None:
+        """Force the metrics to disk: a checkpoint that knows a step is not to outlive its line."""
+        if self._file:
+            os.fsync(self._file.fileno())
+
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()

@@ -101,6 +101,12 @@ class RunConfig:
         return Path(self.output_dir).expanduser() / self.name
 
     @property
+    def checkpoint_run(self) -> str:
+        """Folder whose ``checkpoints`` are this run's; may be in a bucket."""
+        root = self.checkpoint.output_dir
+        return str(self.run_dir) if root is None else f"{root.rstrip('/')}/{self.name}"
+
+    @property
     def samples_completions(self) -> bool:
         """Whether the run needs a sampler at all."""
         return not self.algo.supervised or self.eval.enabled
@@ -133,6 +139,14 @@ class RunConfig:
             yield (
                 "name",
                 f"{self.name!r}: letters, digits, '.', '_' and '-' only, so that it cannot leave output_dir",
+            )
+        if "://" in self.output_dir:
+            yield (
+                "output_dir",
+                (
+                    f"{self.output_dir!r}: metrics and samples need a file system; give a folder here, and "
+                    "the bucket to checkpoint.output_dir"
+                ),
             )
         if self.steps is not None and self.steps < 1:
             yield "steps", f"{self.steps}: needs at least 1"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from jaxrl.data.packing import Sequence as TrainSequence
 from jaxrl.data.pipeline import PromptIterator, TrainingRows
 from jaxrl.distributed import to_host
 from jaxrl.metrics import PhaseTimer
+from jaxrl.preemption import check
 from jaxrl.progress import Progress
 from jaxrl.rewards.pool import Scores
 from jaxrl.rollout.scheduler import rollout
@@ -55,9 +57,11 @@ def collect(
     policy_version: int,
     timer: PhaseTimer,
     progress: Progress,
+    stop: threading.Event | None = None,
 ) -> Collected | None:
-    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread of
-    task rewards, or the rounds are used up. None when the data has ended."""
+    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread
+    of task rewards, or the rounds are used up. None when the data has ended. Interrupted, after a
+    dispatch of the sampler, when ``stop`` is set."""
     config, engine = parts.config, programs.engine
     assert engine is not None  # supervised training never comes here
     key = step_key(config.seed, step)
@@ -84,7 +88,7 @@ def collect(
                 tokenizer=parts.tokenizer,
                 stop=config.rollout.stop,
                 policy_version=policy_version,
-                progress=partial(_report, progress, total),
+                progress=partial(_report, progress, total, stop, sampled),
             )
             phase.tokens = int(rollouts.lengths.sum())
         with timer.phase("rewards"):
@@ -116,8 +120,10 @@ def step_key(seed: int, step: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), np.uint32(step))))
 
 
-def _report(progress: Progress, total: int, done: int, tokens: int) -> None:
+def _report(progress: Progress, total: int, stop, earlier: list[Collected], done: int, tokens: int) -> None:
     progress.update("rollout", done=done, total=total, tokens=tokens)
+    samples = done + sum(len(c.rollouts.tokens) for c in earlier)
+    check(stop, samples, tokens + sum(int(c.rollouts.lengths.sum()) for c in earlier))
 
 
 def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
@@ -198,7 +204,8 @@ def score(
 def with_advantages(
     config: RunConfig, collected: Collected, sequences: list[TrainSequence]
 ) -> tuple[list[TrainSequence], dict[str, float]]:
-    """Rewards -> advantages, written onto the sequences; masks completions that the algorithm leaves out."""
+    """Rewards -> advantages, written onto the sequences; masks completions that the algorithm leaves
+    out."""
     algo, rollouts, scores = config.algo, collected.rollouts, collected.scores
     if not sequences:
         return sequences, {}
@@ -238,8 +245,8 @@ def minibatches(
 ) -> Iterator[tuple[TrainBatch, jax.Array]]:
     """The packed batch of each update of this step, on device, with its number of micro-batches.
 
-    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss weights
-    are those of the whole update.
+    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss
+    weights are those of the whole update.
     """
     config, algo = parts.config, parts.config.algo
     for epoch in range(algo.epochs if sequences else 0):

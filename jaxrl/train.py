@@ -2,26 +2,25 @@
 
     python -m jaxrl.train --config configs/quickstart.yaml optim.learning_rate=1e-5
 
-One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring -> update
--> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
+One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring ->
+update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
 ``stages.py`` holds what happens between two arrows.
 
-Exit codes: 0 done, 1 the run diverged, 2 configuration, 3 user code, 75 interrupted and saved (start it again
-to continue).
+Exit codes: 0 done; 1 the run diverged, or a checkpoint could not be written; 2 configuration; 3 user
+code; 75 interrupted and saved; 76 interrupted without a new checkpoint. After 75 and 76 the same command
+continues.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import logging
-import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Arguments
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,21 +29,20 @@ from jaxrl import distributed, stages
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.assembly import Assembly, Programs, assemble
 from jaxrl.batch import Prompts, TrainState
-from jaxrl.checkpoint import Checkpoints, shapes_with
-from jaxrl.config import ConfigError, run_cli, to_dict, to_yaml
+from jaxrl.checkpoint import Checkpoints, SaveError
+from jaxrl.config import run_cli, to_dict
 from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
-from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, environment, memory_metrics
+from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, memory_metrics
+from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on_signal
 from jaxrl.progress import Progress
 from jaxrl.report import summary, write_report
+from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
-from jaxrl.step import init_train_state
 
 logger = logging.getLogger("jaxrl")
-
-INTERRUPTED = 75
 
 
 class Diverged(Exception):
@@ -67,90 +65,132 @@ class Run:
     progress: Progress
     timer: PhaseTimer
     total_steps: int
+    stop: threading.Event
+    """Set when the run is to save and end at its next safe point."""
 
 
 def run(config: RunConfig, stop: threading.Event | None = None) -> int:
-    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end after the current step. Returns the
-    exit code.
+    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end at the next safe point (see
+    ``preemption.py``). Returns the exit code.
 
     Raises:
         ConfigError, UserCodeError: see ``jaxrl.config``.
+        SaveError: a checkpoint could not be written.
         Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
     """
     with contextlib.ExitStack() as stack:
-        r, state, meta = open_run(config, stack)
+        r, state, meta = open_run(config, stop or threading.Event(), stack)
         with distributed.failing_together():
-            done = loop(r, state, meta, stop or threading.Event())
-        interrupted = done < r.total_steps and stop is not None and stop.is_set()
-        r.writer.event("interrupted" if interrupted else "done", step=done)
+            done, interrupted = loop(r, state, meta)
+            r.checkpoints.wait()
+        if not interrupted:
+            r.writer.event("done", step=done)
+        keep_metrics(config, r.checkpoints)
     if distributed.is_first():
-        report = write_report(config.run_dir)
-        print(summary(config.run_dir))
+        if done:
+            report = write_report(config.run_dir)
+            print(summary(config.run_dir))
+            print(f"report: {report}")
         if interrupted:
             print(f"interrupted after step {done} and saved; the same command with resume=auto continues")
-        print(f"report: {report}")
     return INTERRUPTED if interrupted else 0
 
 
-def loop(r: Run, state: TrainState, meta: Mapping[str, Any], stop: threading.Event) -> int:
-    """The steps that are left, from ``state``. Returns the number of the last one."""
+def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]:
+    """The steps that are left, from ``state``. Returns the number of the last whole one, and whether
+    ``r.stop`` ended the run before its time."""
     config, programs = r.parts.config, r.programs
-    done = saved = int(meta.get("step", 0))
-    updates = int(state.updates)
-    latest = dict(meta.get("metrics", {}))
-    rollout_params = programs.refresh(state.params) if programs.refresh else None
+    done, saved = int(meta.get("step", 0)), int(meta.get("step", -1))
+    interrupted, updates, latest = False, int(state.updates), dict(meta.get("latest", {}))
+    position = r.data.get_state()  # after step `done`
+    # Metrics of step `done` that wait for its evaluation: at the start, or where an interrupted run left
+    # off.
+    pending = meta["pending"] if meta else {} if config.eval.at_start else None
+
+    def save() -> None:
+        with r.timer.phase("checkpoint"):
+            r.writer.sync()
+            r.checkpoints.save(done, state, run_meta(config, position, latest, pending), latest)
+            keep_metrics(config, r.checkpoints)
+
     with (
         CompilationCounter() as compilations,
         contextlib.closing(Profiler(config.run_dir, config.profile)) as profiler,
     ):
-        if config.eval.at_start and not meta:
-            metrics = evaluation(r, rollout_params, 0, updates) | r.timer.metrics()
-            latest |= metrics
-            r.writer.log(0, metrics)
-            r.progress.step(0, metrics)
-        for step in range(done + 1, r.total_steps + 1):
-            profiler.step(step)
-            # 1 to 6: what to learn from.
-            gathered = gather(r, state.params, rollout_params, step, updates)
-            if gathered is None:
-                logger.warning("the data ended after step %d of %d", done, r.total_steps)
-                break
-            sequences, metrics = gathered
-            metrics["optim/learning_rate"] = float(programs.schedule(updates))
-            # 7: the update.
-            state, found = update(r, state, sequences, step)
-            metrics |= found
-            updates, failed = int(state.updates), int(state.skipped_in_a_row)
-            # 8: the sampler gets the new weights; the old ones are let go first.
-            if programs.refresh:
-                with r.timer.phase("refresh"):
-                    rollout_params = None
-                    rollout_params = jax.block_until_ready(programs.refresh(state.params))
-            # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint knows.
-            if _due(config.eval.every, step) or (config.eval.at_end and step == r.total_steps):
-                metrics |= evaluation(r, rollout_params, step, updates)
-            latest |= metrics
-            done = step
-            metrics |= r.timer.metrics() | memory_metrics() | compilations.metrics()
-            r.writer.log(step, metrics)
-            r.progress.step(step, metrics)
-            interrupted = step < r.total_steps and distributed.any_process(stop.is_set())
-            if _due(config.checkpoint.every, step) or step == r.total_steps or interrupted:
-                with r.timer.phase("checkpoint"):
-                    r.checkpoints.save(step, state, run_meta(r, latest), latest)
-                saved = step
-            if failed >= config.algo.max_consecutive_skipped:
-                raise Diverged(
-                    f"step {step}: the gradient was not finite in {failed} updates in a row "
-                    "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
-                    "Lower optim.learning_rate, or look at the last samples"
-                )
-            if interrupted:
-                stop.set()
-                break
-    if saved < done:
-        r.checkpoints.save(done, state, run_meta(r, latest), latest)
-    return done
+        try:
+            check(r.stop)
+            rollout_params = programs.refresh(state.params) if programs.refresh else None
+            if pending is not None:
+                metrics = pending | evaluation(r, rollout_params, done, updates)
+                latest, pending = latest | metrics, None
+                record(r, done, metrics, compilations)
+                if saved == done:
+                    r.checkpoints.rank(done, latest)
+            for step in range(done + 1, r.total_steps + 1):
+                if announced(step):
+                    r.stop.set()
+                check(r.stop)
+                profiler.step(step)
+                # 1 to 6: what to learn from.
+                gathered = gather(r, state.params, rollout_params, step, updates)
+                if gathered is None:
+                    logger.warning("the data ended after step %d of %d", done, r.total_steps)
+                    break
+                sequences, metrics = gathered
+                metrics["optim/learning_rate"] = float(programs.schedule(updates))
+                # 7: the update; from here on the step counts.
+                state, found = update(r, state, sequences, step)
+                metrics |= found
+                done, position = step, r.data.get_state()
+                updates, failed = int(state.updates), int(state.skipped_in_a_row)
+                # 8: the sampler gets the new weights; the old ones are let go first.
+                if programs.refresh:
+                    with r.timer.phase("refresh"):
+                        rollout_params = None
+                        rollout_params = jax.block_until_ready(programs.refresh(state.params))
+                # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
+                # knows.
+                if _due(config.eval.every, step) or (config.eval.at_end and step == r.total_steps):
+                    pending = metrics
+                    metrics = metrics | evaluation(r, rollout_params, step, updates)
+                latest, pending = latest | metrics, None
+                record(r, step, metrics, compilations)
+                if _due(config.checkpoint.every, step) or step == r.total_steps:
+                    save()
+                    saved = step
+                if failed >= config.algo.max_consecutive_skipped:
+                    raise Diverged(
+                        f"step {step}: the gradient was not finite in {failed} updates in a row "
+                        "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
+                        "Lower optim.learning_rate, or look at the last samples"
+                    )
+        except Interrupted as left:
+            interrupted = True
+            tell_interrupted(r, done, left, pending is not None)
+        if saved < done or (interrupted and saved < 0):
+            save()
+    return done, interrupted
+
+
+def record(r: Run, step: int, metrics: Mapping[str, float], compilations: CompilationCounter) -> None:
+    """A step's line in every log."""
+    metrics = {**metrics, **r.timer.metrics(), **memory_metrics(), **compilations.metrics()}
+    r.writer.log(step, metrics)
+    r.progress.step(step, metrics)
+
+
+def tell_interrupted(r: Run, done: int, left: Interrupted, evaluating: bool) -> None:
+    """What the run leaves unfinished."""
+    r.writer.event("interrupted", step=done, discarded_samples=left.samples, discarded_tokens=left.tokens)
+    if left.samples or left.tokens:
+        again = f"evaluation of step {done}" if evaluating else f"step {done + 1}"
+        logger.warning(
+            "the %s is left unfinished: its %d samples (%d tokens) are thrown away, and sampled again, the "
+            "very same, when the run continues",
+            again,
+            left.samples,
+            left.tokens,
+        )
 
 
 def gather(
@@ -171,14 +211,18 @@ def gather(
         policy_version=policy_version,
         timer=r.timer,
         progress=r.progress,
+        stop=r.stop,
     )
     if collected is None:
         return None
+    sampled = len(collected.rollouts.tokens), int(collected.rollouts.lengths.sum())
+    check(r.stop, *sampled)
     r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
     sequences = stages.sequences_of(collected.rollouts)
     with r.timer.phase("scoring") as phase:
         r.progress.update("scoring")
         sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
+    check(r.stop, *sampled)
     sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
     return sequences, collected.metrics | metrics
 
@@ -200,7 +244,8 @@ def update(
 
 
 def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
-    """Held-out numbers of these weights. A supervised run keeps the completions: it has no other samples."""
+    """Held-out numbers of these weights. A supervised run keeps the completions: it has no other
+    samples."""
     assert r.programs.engine is not None and r.held_out is not None
     with r.timer.phase("eval") as phase:
         found, completions, scores = evaluate(
@@ -211,6 +256,7 @@ def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> d
             r.scorer,
             policy_version=policy_version,
             progress=r.progress,
+            stop=r.stop,
         )
         phase.tokens = int(completions.lengths.sum())
     if r.parts.config.algo.supervised:
@@ -218,8 +264,11 @@ def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> d
     return found
 
 
-def open_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, TrainState, dict[str, Any]]:
-    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or {}."""
+def open_run(
+    config: RunConfig, stop: threading.Event, stack: contextlib.ExitStack
+) -> tuple[Run, TrainState, dict[str, Any]]:
+    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
+    {}."""
     first = distributed.is_first()
     parts = assemble(config)
     checkpoints = stack.enter_context(open_run_dir(config))
@@ -232,7 +281,7 @@ def open_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, Train
     scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
     state, meta = restore_or_start(parts, programs, checkpoints)
     if meta:
-        data.set_state(meta["data"])
+        data.set_state(meta["data"], strict=False)
     writer = MetricsWriter(
         config.run_dir,
         config.metrics,
@@ -253,42 +302,9 @@ def open_run(config: RunConfig, stack: contextlib.ExitStack) -> tuple[Run, Train
         progress=stack.enter_context(progress),
         timer=PhaseTimer(),
         total_steps=total,
+        stop=stop,
     )
     return r, state, meta
-
-
-def open_run_dir(config: RunConfig) -> Checkpoints:
-    """The run's folder and its checkpoints, after ``resume`` has been obeyed.
-
-    Raises:
-        ConfigError: the folder has checkpoints and ``resume`` does not say what to do, or it says ``must``
-        and there are none.
-    """
-    folder = config.run_dir
-    found = (folder / "checkpoints").is_dir() and bool(Checkpoints.list_steps(folder))
-    if found and config.resume is None:
-        raise ConfigError(
-            f"{folder} already has checkpoints. Continue that run with resume=auto, start over with "
-            "resume=never (they are set aside), or choose another name",
-            "resume",
-        )
-    if config.resume == "must" and not found:
-        raise ConfigError(f"'must', but {folder} has no checkpoint to continue from", "resume")
-    if distributed.is_first():
-        if found and config.resume == "never":
-            _set_aside(folder / "checkpoints")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    distributed.barrier("run folder")
-    return Checkpoints(folder, config.checkpoint)
-
-
-def _set_aside(folder: Path) -> None:
-    number = 1
-    while (old := folder.with_name(f"{folder.name}.old{number}")).exists():
-        number += 1
-    folder.rename(old)
-    logger.warning("%s is of an earlier run; it is now %s", folder, old.name)
 
 
 def open_data(parts: Assembly) -> PromptIterator | SftIterator:
@@ -312,72 +328,41 @@ def total_steps(config: RunConfig, rows: int) -> int:
     return there if config.steps is None else min(config.steps, there)
 
 
-def restore_or_start(
-    parts: Assembly, programs: Programs, checkpoints: Checkpoints
-) -> tuple[TrainState, dict[str, Any]]:
-    """The newest checkpoint's state and meta, or a fresh state and {}."""
-    step = checkpoints.latest()
-    optim = parts.config.optim
-    if step is None:
-        state = init_train_state(parts.initial_params(), programs.optimizer, optim, programs.shardings)
-        return state, {}
-    shapes = jax.eval_shape(
-        lambda params: init_train_state(params, programs.optimizer, optim, programs.shardings),
-        parts.param_shapes(),
-    )
-    logger.info("continuing from step %d of %s", step, checkpoints.directory)
-    return checkpoints.restore(step, shapes_with(programs.shardings, shapes)), checkpoints.meta(step)
-
-
-def run_meta(r: Run, latest: Mapping[str, float]) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays."""
-    return {
-        "data": r.data.get_state(),
-        "metrics": {k: v for k, v in latest.items() if k.startswith("eval/")},
-        "config": to_dict(r.parts.config),
-        **environment(),
-    }
-
-
 def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-@contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second ends the program at once."""
-    stop = threading.Event()
-
-    def handle(number, frame):
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-        logger.warning("signal %d: saving a checkpoint after this step; once more to end at once", number)
-
-    old = {n: signal.signal(n, handle) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
 def main(argv: Arguments[str]) -> int:
     """The command line."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--verify-resume",
+            action="store_true",
+            help="train a few steps twice, once interrupted and continued, compare every bit, and end",
+        )
+
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
-    config, _ = parse(
+    config, given = parse(
         argv,
         prog="python -m jaxrl.train",
         description="Post-train a language model: supervised, or by reinforcement (the GRPO family).",
+        add_options=options,
     )
     distributed.start()
-    with stop_on_sigterm() as stop:
+    if given.verify_resume:
+        from jaxrl.verify import verify_resume
+
+        return verify_resume(config)
+    with stop_on_signal(config.checkpoint.grace_seconds) as stop:
         try:
             return run(config, stop)
         except Diverged as error:
             print(f"diverged: {error}", file=sys.stderr)
-            return 1
+        except SaveError as error:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -132,9 +132,10 @@ class _Resumable:
         """JSON-able; a new iterator with this state gives the same prompts from here on, ids included."""
         return self._stream.get_state()
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. ConfigError when data, templates, tokenizer or seed are not the same."""
-        self._stream.set_state(state)
+    def set_state(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Continue from ``state``. When data, templates, tokenizer or seed are not the same: ConfigError, or,
+        not ``strict``, a warning."""
+        self._stream.set_state(state, strict)
 
     def close(self) -> None:
         """Stop worker processes; using the iterator again starts them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import ConfigError, UserCodeError
+
+logger = logging.getLogger("jaxrl")
 
 
 class Dataset(Protocol):
@@ -74,20 +77,26 @@ class Stream:
         """JSON-able; ``set_state`` of it continues with the very next item."""
         return {"position": self.position, **self._identity()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+    def set_state(self, state: dict[str, Any], strict: bool = True) -> None:
+        """Continue where ``state`` was taken; at the same position of other data when not ``strict``.
 
         Raises:
-            ConfigError: the rows, their rendering or their order are no longer those of the state.
+            ConfigError: ``strict``, and the rows, their rendering or their order are no longer those of the
+                state.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
-                raise ConfigError(
+                what = (
                     f"the data is not what it was when this state was saved: {name} was {state.get(name)}, "
-                    f"now it is {value}. Give the same data, templates, tokenizer and seed to continue, or "
-                    "begin a new run from the saved weights",
-                    self._section,
+                    f"now it is {value}"
                 )
+                if strict:
+                    raise ConfigError(
+                        f"{what}. Give the same data, templates, tokenizer and seed to continue, or begin a "
+                        "new run from the saved weights",
+                        self._section,
+                    )
+                logger.warning("%s; continuing at row %d of the new one", what, state["position"])
         self.close()
         self.position = state["position"]
 
