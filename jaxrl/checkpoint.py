@@ -127,7 +127,10 @@ class Checkpoints:
                 # Retention is ours, see ``_prune``: an error in it must not end a run.
                 preservation_policy=policies.LatestN(None),
                 async_options=ocp.options.AsyncOptions(
-                    timeout_secs=_WRITE_SECONDS, post_finalization_callback=self._record
+                    timeout_secs=_WRITE_SECONDS,
+                    post_finalization_callback=self._record,
+                    # A folder that cannot be made is then an error at once; the writers would wait for it.
+                    create_directories_asynchronously=False,
                 ),
                 read_only=read_only,
                 create=not read_only,

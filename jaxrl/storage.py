@@ -54,10 +54,12 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Path below the folder -> bytes, of every file in it."""
-        if not self.exists():
-            return {}
-        root = self._fs._strip_protocol(self.path) + "/"
-        return {p.removeprefix(root): f["size"] for p, f in self._fs.find(self.path, detail=True).items()}
+        if self.remote:
+            root = self.path.removeprefix("gs://") + "/"
+            return {p.removeprefix(root): f["size"] for p, f in self._fs.find(self.path, detail=True).items()}
+        walked = os.walk(self.path, followlinks=True)
+        paths = [os.path.join(folder, file) for folder, _, files in walked for file in files]
+        return {os.path.relpath(path, self.path): os.path.getsize(path) for path in paths}
 
     def read(self, name: str) -> bytes | None:
         """A file in it; None when there is none."""
@@ -133,13 +135,14 @@ def _file_system(remote: bool) -> Any:
 
     if not remote:
         return fsspec.filesystem("file")
-    if "STORAGE_EMULATOR_HOST" in os.environ:
-        # gcsfs would ask Google, with credentials, for the kind of every bucket, and warn at each call.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
-        import gcsfs  # noqa: F401
+        import gcsfs.core
     except ImportError as error:
         raise ConfigError("gs:// needs the package gcsfs: pip install 'jaxrl[gcs]'") from error
-    # Arrays are written by TensorStore, of which a cached listing would not know: neither here nor in Orbax.
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        # gcsfs's own choice asks Google, with credentials, for the kind of each bucket, and warns each time.
+        for name in ("gs", "gcs"):
+            fsspec.register_implementation(name, gcsfs.core.GCSFileSystem, clobber=True)
+    # Arrays are written by TensorStore, of which a cached listing (ours, Orbax's) would not know.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", finalize_on_close=True)
