@@ -119,6 +119,10 @@ class Assembly:
             stop_ids=stop_ids,
             vocab_limit=self.vocab_limit,
             cache_dtype=jnp.dtype(rollout.kv_cache_dtype or config.model.compute_dtype),
+            decode_batches=rollout.decode_batches,
+            page_tokens=rollout.kv_page_tokens,
+            cache_bytes=None if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30,
+            share_prompts=rollout.share_prompts,
         )
 
     def refresh(self):

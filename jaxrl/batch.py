@@ -67,8 +67,8 @@ class Rollouts:
     """[B] "stop" (a stop token or string) or "length" (cut by the token limit)."""
     texts: Sequence[str]
     """[B] decoded completions, stop strings cut."""
-    policy_version: int
-    """Number of parameter updates the sampler's weights have seen."""
+    policy_versions: Sequence[int]
+    """[B] number of parameter updates the sampler's weights had seen."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -94,10 +94,11 @@ class Rollouts:
             rollout_log_probs=[self.rollout_log_probs[i] for i in rows],
             stop_reasons=[self.stop_reasons[i] for i in rows],
             texts=[self.texts[i] for i in rows],
+            policy_versions=[self.policy_versions[i] for i in rows],
         )
 
     def __add__(self, other: Rollouts) -> Rollouts:
-        """These groups, then those of ``other`` (same group size and policy)."""
+        """These groups, then those of ``other`` (of the same group size)."""
         return dataclasses.replace(
             self,
             prompts=self.prompts + other.prompts,
@@ -106,6 +107,7 @@ class Rollouts:
             rollout_log_probs=[*self.rollout_log_probs, *other.rollout_log_probs],
             stop_reasons=[*self.stop_reasons, *other.stop_reasons],
             texts=[*self.texts, *other.texts],
+            policy_versions=[*self.policy_versions, *other.policy_versions],
         )
 
 

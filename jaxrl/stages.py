@@ -136,7 +136,7 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
         "rollout/truncated_fraction": float(rollouts.truncated.mean()),
         "rollout/pass_at_1": float((task >= config.rewards.pass_threshold).mean()),
         "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
-        "rollout/policy_version": rollouts.policy_version,
+        "rollout/policy_version": min(rollouts.policy_versions),
         "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
         "reward/errors": float(sum(scores.errors.values())),
     }

@@ -143,11 +143,10 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 metrics |= found
                 done, position = step, r.data.get_state()
                 updates, failed = int(state.updates), int(state.skipped_in_a_row)
-                # 8: the sampler gets the new weights; the old ones are let go first.
+                # 8: the sampler gets the new weights, in the place of the old ones.
                 if programs.refresh:
                     with r.timer.phase("refresh"):
-                        rollout_params = None
-                        rollout_params = jax.block_until_ready(programs.refresh(state.params))
+                        rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
                 # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
                 # knows.
                 if _due(config.eval.every, step) or (config.eval.at_end and step == r.total_steps):

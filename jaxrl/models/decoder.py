@@ -20,6 +20,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import Cache, Context, Layer, RMSNorm, param
 from jaxrl.models.moe import router_loss
 from jaxrl.ops.attention import Implementation
+from jaxrl.ops.decode_attention import Pages
 
 STACKED = "blocks"
 """Name of the subtree whose arrays have a leading axis R."""
@@ -70,6 +71,7 @@ class Decoder(nnx.Module):
         dtype,
         attention: Implementation | None,
         mesh: Mesh | None,
+        pages: Pages | None = None,
     ) -> Context:
         """What the layers share; rope tables are computed once for each distinct rope."""
         ropes = sorted({kind.rope for kind in self.config.layers}, key=repr)
@@ -82,6 +84,7 @@ class Decoder(nnx.Module):
             dtype=jnp.dtype(dtype),
             attention=attention,
             mesh=mesh,
+            pages=pages,
         )
 
     def embed_tokens(self, tokens: jax.Array, context: Context) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models import rope
 from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
 from jaxrl.ops.attention import Implementation, attention
+from jaxrl.ops.decode_attention import Pages, decode_attention, ring_positions
 from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
 
 Cache = dict[str, jax.Array]
-"""One layer's keys and values: {"k", "v"} [B, K, S, H]."""
+"""One layer's keys and values: {"k", "v"} [B, K, S, H], or in pages [pages, K, page, H]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Context:
     """Compute dtype."""
     attention: Implementation | None
     mesh: Mesh | None
+    pages: Pages | None = None
+    """Where the cache lies when it is in pages."""
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """``x`` laid out on the mesh: axes "batch" over the batch axes, others by the sharding rules."""
@@ -127,37 +131,51 @@ class Attention(nnx.Module):
         q = context.constrain(rope.rotate(q, turn), "batch", None, "heads", None)
         k = context.constrain(rope.rotate(k, turn), "batch", None, "kv_heads", None)
         v = context.constrain(v, "batch", None, "kv_heads", None)
-        kv_positions, segments = context.positions, context.segment_ids
-        if cache is not None:
-            cache = {
-                "k": _write(cache["k"], k, context.positions),
-                "v": _write(cache["v"], v, context.positions),
-            }
-            k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
-            kv_positions, segments = jnp.arange(k.shape[1], dtype=jnp.int32)[None], None
-        y = attention(
-            q,
-            k,
-            v,
-            q_positions=context.positions,
-            kv_positions=kv_positions,
-            q_segments=segments,
-            kv_segments=segments,
-            window=kind.window,
-            soft_cap=config.attention_soft_cap,
-            scale=config.attention_scale,
-            mesh=context.mesh,
-            implementation=context.attention,
+        options: Any = dict(
+            window=kind.window, soft_cap=config.attention_soft_cap, scale=config.attention_scale
         )
+        if cache is not None and context.pages is not None:
+            y, *pools = decode_attention(
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                cache["k"],
+                cache["v"],
+                context.positions[:, 0],
+                context.pages,
+                **options,
+            )
+            y, cache = y[:, None], dict(zip("kv", pools, strict=True))
+        else:
+            kv_positions, segments = context.positions, context.segment_ids
+            if cache is not None:
+                cache = {
+                    "k": _write(cache["k"], k, context.positions),
+                    "v": _write(cache["v"], v, context.positions),
+                }
+                k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
+                kv_positions, segments = ring_positions(context.positions.max(1), k.shape[1]), None
+            y = attention(
+                q,
+                k,
+                v,
+                q_positions=context.positions,
+                kv_positions=kv_positions,
+                q_segments=segments,
+                kv_segments=segments,
+                mesh=context.mesh,
+                implementation=context.attention,
+                **options,
+            )
         y = context.constrain(y, "batch", None, "heads", None)
         return project(y, self.out, dtype, inputs=2), cache
 
 
 def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T]; negative ones are
-    dropped."""
+    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T] modulo S; negative ones
+    are dropped."""
     rows = jnp.arange(cache.shape[0])[:, None]
-    slots = jnp.where(positions < 0, cache.shape[2], positions)
+    slots = jnp.where(positions < 0, cache.shape[2], positions % cache.shape[2])
     return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
 

@@ -8,6 +8,7 @@ Two layouts of the same parameters: the *train* layout is stacked for ``lax.scan
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import SINGLE, STACKED, Decoder
 from jaxrl.models.layers import Cache
 from jaxrl.ops.attention import Implementation
+from jaxrl.ops.decode_attention import Pages
 from jaxrl.sharding import BATCH_AXES, View, batch_shards, divisors, named, spec_for
 
 Params = dict[str, Any]
@@ -109,13 +111,17 @@ class Model:
         rest = {name: value for name, value in params.items() if name not in (STACKED, SINGLE)}
         return {**rest, SINGLE: {str(i): layers[str(i)] for i in range(self.config.num_layers)}}
 
-    def init_cache(self, batch: int, length: int, dtype: str | None = None) -> dict[str, Cache]:
-        """Empty cache: for each layer {"k", "v"} [B, K, S, H]. ``dtype`` defaults to the compute dtype."""
-        shape = (batch, self.config.num_kv_heads, length, self.config.head_dim)
-        dtype = dtype or self.compute_dtype
+    def init_cache(
+        self, batch: int | Sequence[int], length: int, dtype: str | None = None
+    ) -> dict[str, Cache]:
+        """Empty cache: for each layer {"k", "v"} [B, K, S, H]. ``batch`` may differ from layer to layer;
+        ``dtype`` defaults to the compute dtype."""
+        layers = self.config.num_layers
+        sizes = [batch] * layers if isinstance(batch, int) else batch
+        rest, dtype = (self.config.num_kv_heads, length, self.config.head_dim), dtype or self.compute_dtype
         return {
-            str(i): {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
-            for i in range(self.config.num_layers)
+            str(i): {"k": jnp.zeros((sizes[i], *rest), dtype), "v": jnp.zeros((sizes[i], *rest), dtype)}
+            for i in range(layers)
         }
 
     def cache_specs(
@@ -132,15 +138,23 @@ class Model:
         return {str(i): {"k": spec, "v": spec} for i in range(self.config.num_layers)}
 
     def extend(
-        self, rollout_params: Params, tokens: jax.Array, positions: jax.Array, cache: dict[str, Cache]
+        self,
+        rollout_params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: dict[str, Cache],
+        pages: Pages | None = None,
     ) -> tuple[jax.Array, dict[str, Cache]]:
         """Prefill (T = chunk) or decode (T = 1) with a kv cache.
 
         Args:
-            tokens, positions: int [B, T]. Keys and values of token (b, t) go to cache index positions[b, t],
-                and it attends to indexes up to its own. A negative position is padding: not written, its
-                output is meaningless.
+            tokens, positions: int [B, T]. A token attends to its own position and those before it; its keys
+                and values go to cache index positions[b, t] modulo S. A cache that a layer's window bounds
+                may be shorter than the row: S >= window + T - 1. A negative position is padding: not
+                written, its output is meaningless.
             cache: from ``init_cache``; donate it.
+            pages: the cache is a pool of pages ([pages, K, page, H] a layer), and this says whose they are;
+                decode only.
 
         Returns:
             hidden states [B, T, D] after the final norm, and the extended cache.
@@ -148,7 +162,12 @@ class Model:
         decoder = self._decoder(rollout_params)
         attention = None if self.attention == "pallas" else self.attention  # a cache is not a row
         context = decoder.context(
-            positions, None, dtype=self.compute_dtype, attention=attention, mesh=self.mesh
+            positions,
+            None,
+            dtype=self.compute_dtype,
+            attention=attention,
+            mesh=self.mesh,
+            pages=pages,
         )
         return decoder.extend(tokens, context, cache)
 

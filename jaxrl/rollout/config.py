@@ -61,18 +61,40 @@ class RolloutConfig:
     )
     steps_per_dispatch: int = setting(32, "decode steps on device between two looks of the host")
     prefill_chunk_tokens: int = setting(64, "prompts are prefilled in chunks of this many tokens")
+    share_prompts: bool = setting(
+        True,
+        "samples of a prompt share the kv cache of its full pages, and prompts that start alike that of "
+        "their start, which is computed once; false: every sequence has its own. The samples are the same",
+    )
+    decode_batches: int = setting(
+        3,
+        "compiled sizes of the decode batch: all slots, half of them, a quarter, ...; the last sequences "
+        "of a rollout run in a smaller one",
+    )
     weight_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the sampler's weights; null: model.compute_dtype"
     )
     kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the kv cache; null: model.compute_dtype"
     )
+    kv_page_tokens: int | None = setting(
+        None, "tokens of a page of the kv cache; null: 128 on TPU, else 32. On TPU a multiple of 32"
+    )
+    kv_cache_gib: float | None = setting(
+        None,
+        "most memory of the kv cache on each device (GiB): a sequence starts when its prompt and its limit "
+        "fit. null: room for the longest sequence in every slot",
+    )
 
     def problems(self) -> Iterable[tuple[str, str]]:
         yield from sampling_problems(self)
-        for key in ("group_size", "steps_per_dispatch", "prefill_chunk_tokens"):
+        for key in ("group_size", "steps_per_dispatch", "prefill_chunk_tokens", "decode_batches"):
             if getattr(self, key) < 1:
                 yield key, f"{getattr(self, key)}: needs at least 1"
+        if self.kv_page_tokens is not None and self.kv_page_tokens < 1:
+            yield "kv_page_tokens", f"{self.kv_page_tokens}: needs at least 1 token"
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            yield "kv_cache_gib", f"{self.kv_cache_gib}: needs a positive amount of memory, or null"
         if self.slots < 0:
             yield "slots", f"{self.slots}: needs 0 (derived) or a positive number of sequences"
         if self.temperature == 0:

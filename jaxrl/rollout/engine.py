@@ -1,28 +1,35 @@
 """The sampling engine, after JetStream's Engine contract: prefill -> prefix, insert(prefix, slot), generate.
 
-What RL adds: a prompt is prefilled once and inserted into the slots of its whole group, and many decode steps
-run in one dispatch (sampling, stop detection and log-probs on device). All shapes are fixed when the engine
-is made, so nothing is compiled after the first use, whatever the prompts' lengths. The engine holds no
-weights: every call is given them.
+What RL adds: a prompt is prefilled once and inserted into the slots of its whole group, prompts that start
+alike are prefilled from their common start, many decode steps run in one dispatch (sampling, stop detection
+and log-probs on device), and when few sequences are left they are decoded as a smaller batch. All shapes are
+fixed when the engine is made, so nothing is compiled after ``warm_up``, whatever comes. The engine holds no
+weights: every call is given them; ``new_state`` forgets everything that old weights computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import ConfigError
 from jaxrl.models import Model
+from jaxrl.ops.decode_attention import Implementation, Pages
 from jaxrl.ops.token_log_probs import scaled_logits
+from jaxrl.rollout.config import Sampling
+from jaxrl.rollout.kv_cache import ROWS, KvCache
+from jaxrl.rollout.pages import PageTables, geometry
 from jaxrl.rollout.sampling import SamplingArrays, sample
-from jaxrl.sharding import BATCH_AXES, batch_shards, named, put
+from jaxrl.sharding import batch_shards, named, platform, put, spec_for
 
 
 class Prefix(NamedTuple):
@@ -36,12 +43,25 @@ class Prefix(NamedTuple):
     """[rows] int32 prompt tokens."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A sequence for ``insert``."""
+
+    slot: int
+    """From ``reserve``."""
+    row: int
+    """Of the prefix."""
+    sampling: Sampling
+    prompt_id: int
+    sample_index: int
+    """They name the sequence's random numbers."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeState:
-    """B slots. All arrays are [B, ...]."""
+class Slots:
+    """B sequences as they go through the decode loop, all [B, ...]."""
 
-    cache: Any
     hidden: jax.Array
     """[B, D] state the next token is sampled from."""
     length: jax.Array
@@ -50,41 +70,51 @@ class DecodeState:
     """int32 completion tokens so far."""
     limit: jax.Array
     """int32 completion tokens allowed."""
-    active: jax.Array
-    """bool: still sampling."""
-    stopped: jax.Array
-    """bool: ended by a stop id."""
     keys: jax.Array
     """[B, 2] uint32: names the sequence's random numbers."""
     sampling: SamplingArrays
-    tokens: jax.Array
-    """[B, max_new_tokens] int32 completion so far."""
-    log_probs: jax.Array
-    """[B, max_new_tokens] float32."""
+    table: jax.Array
+    """[B, M] int32 pages, see ``kv_cache``."""
 
 
-class Requests(NamedTuple):
-    """What ``insert`` is told of each sequence, [n] each (host arrays)."""
+class DecodeState(NamedTuple):
+    """All slots, and the pages of every layer: k and v [pages, K, page, H]."""
 
-    rows: np.ndarray
-    """int32 row of the prefix."""
+    slots: Slots
+    cache: Any
+
+
+class Results(NamedTuple):
+    """What a dispatch sampled, for the n sequences that were running, on the host of every process."""
+
     slots: np.ndarray
-    """int32 slot to fill; the number of slots or more: no request, ignored."""
-    prompt_ids: np.ndarray
-    sample_index: np.ndarray
-    limits: np.ndarray
-    sampling: SamplingArrays
+    """[n]"""
+    tokens: np.ndarray
+    """[n, steps] int32; the first ``counts`` of each are valid."""
+    log_probs: np.ndarray
+    """[n, steps] float32."""
+    counts: np.ndarray
+    """[n] int32"""
+    active: np.ndarray
+    """[n] bool: not at an end yet."""
+    stopped: np.ndarray
+    """[n] bool: ended by a stop id."""
 
 
 class Engine:
     """Compiled prefill, insert and generate for one model, mesh and set of limits.
 
     Args:
-        slots: sequences decoded at once; rounded up to a multiple of the mesh's data x fsdp size.
+        slots: most sequences decoded at once; rounded up to a multiple of the mesh's data x fsdp size.
         prefill_rows: prompts prefilled at once; rounded likewise.
         max_prompt_tokens, max_new_tokens: no request may exceed them (ConfigError).
+        decode_batches: compiled sizes of the decode batch: all slots, half of them, a quarter, ...
         stop_ids: ids that end a completion; () samples to the limit.
         vocab_limit: ids from here on are never sampled (the tokenizer's size).
+        page_tokens, cache_bytes, share_prompts: see ``kv_cache``; None: 128 on TPU, else 32, and all the
+            slots can use; bytes are of one device.
+        decode_attention: ``pallas`` reads the pages in place; ``reference`` gathers those of the running
+            sequences once a dispatch; None: pallas on TPU.
     """
 
     def __init__(
@@ -98,22 +128,15 @@ class Engine:
         max_new_tokens: int,
         prefill_chunk_tokens: int = 64,
         steps_per_dispatch: int = 32,
+        decode_batches: int = 1,
         stop_ids: Sequence[int] = (),
         vocab_limit: int | None = None,
         cache_dtype: Any = jnp.float32,
+        page_tokens: int | None = None,
+        cache_bytes: float | None = None,
+        share_prompts: bool = True,
+        decode_attention: Implementation | None = None,
     ):
-        shards = batch_shards(mesh)
-        self.model, self.mesh = model, mesh
-        self.slots = -(-slots // shards) * shards
-        self.prefill_rows = -(-min(prefill_rows, slots) // shards) * shards
-        self.chunk = min(prefill_chunk_tokens, max_prompt_tokens)
-        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
-        self.steps_per_dispatch = steps_per_dispatch
-        self.prompt_length = -(-max_prompt_tokens // self.chunk) * self.chunk
-        self.cache_length = self.prompt_length + max_new_tokens
-        self.stop_ids = tuple(sorted(set(stop_ids)))
-        self.vocab_limit = vocab_limit
-        self.cache_dtype = cache_dtype
         limit = model.config.max_positions
         if limit and max_prompt_tokens + max_new_tokens > limit:
             raise ConfigError(
@@ -121,24 +144,78 @@ class Engine:
                 f"{max_prompt_tokens + max_new_tokens} tokens, but the model's context is {limit} tokens "
                 "(max_position_embeddings): lower one of the two"
             )
-        rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self.model, self.mesh = model, mesh
+        self.shards = batch_shards(mesh)
+        per_shard = -(-slots // self.shards)
+        self.slots = per_shard * self.shards
+        self.batches = sorted({-(-per_shard // 2**i) for i in range(decode_batches)})
+        self.prefill_rows = -(-min(prefill_rows, slots) // self.shards) * self.shards
+        self.chunk = min(prefill_chunk_tokens, max_prompt_tokens)
+        self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
+        self.steps_per_dispatch = steps_per_dispatch
+        self.stop_ids = tuple(sorted(set(stop_ids)))
+        self.vocab_limit = vocab_limit
+        self.share_prompts = share_prompts
+        self.in_place = (
+            decode_attention or ("pallas" if platform(mesh) == "tpu" else "reference")
+        ) == "pallas"
+        page_tokens = page_tokens or (128 if platform(mesh) == "tpu" else 32)
+        chunks = -(-max_prompt_tokens // self.chunk) * self.chunk
+        prompt_pages = -(-chunks // page_tokens)
+        self.prompt_length = prompt_pages * page_tokens
+        dtype, config = jnp.dtype(cache_dtype), model.config
+        heads = spec_for(["kv_heads"], [config.num_kv_heads], mesh)[0]
+        sizes = geometry(
+            [kind.window for kind in config.layers],
+            slots=per_shard,
+            tokens=max_prompt_tokens + max_new_tokens,
+            page_tokens=page_tokens,
+            budget_bytes=cache_bytes,
+            token_bytes=2
+            * (config.num_kv_heads // (mesh.shape[heads] if heads else 1))
+            * config.head_dim
+            * dtype.itemsize,
+        )
+        self.cache = KvCache(model, mesh, sizes, dtype, prompt_pages)
+        self.warm = False
+        self._compile()
+        self.tables = PageTables(sizes, self.shards, share=share_prompts)
+        self.active = np.zeros(self.slots, bool)
+
+    def _compile(self) -> None:
+        mesh, model = self.mesh, self.model
+        rows, whole = NamedSharding(mesh, ROWS), NamedSharding(mesh, P())
         cache = named(mesh, model.cache_specs(mesh))
-        whole = NamedSharding(mesh, PartitionSpec())
-        state = jax.tree.map(lambda _: rows, jax.eval_shape(self._empty_state))
-        state = dataclasses.replace(state, cache=cache)
-        prefix: Any = Prefix(cache, rows, rows)  # type: ignore[arg-type]
-        self.new_state = jax.jit(self._empty_state, out_shardings=state)
-        self._empty_prefix_jit = jax.jit(self._empty_prefix, out_shardings=prefix)
-        self._prefill_chunk_jit = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=prefix)
-        self._insert_jit = jax.jit(self._insert, donate_argnums=1, out_shardings=state)
+        slots = jax.tree.map(lambda _: rows, jax.eval_shape(self._empty_state).slots)
+        state: Any = DecodeState(slots, cache)
+        one: Any = Prefix(named(mesh, model.cache_specs(mesh, batch=1)), whole, whole)  # type: ignore[arg-type]
+        many: Any = Prefix(cache, rows, rows)  # type: ignore[arg-type]
+        self._new_state = jax.jit(self._empty_state, out_shardings=state)
+        self._new_prefix = {
+            n: jax.jit(partial(self._empty_prefix, n), out_shardings=sharding)
+            for n, sharding in ((self.prefill_rows, many), (1, one))
+        }
+        self._repeat_jit = jax.jit(self._repeat, out_shardings=many)
+        self._prefill_one = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=one)
+        self._prefill_many = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=many)
+        self._write_jit = jax.jit(self._write_pages, donate_argnums=1, out_shardings=cache)
+        self._start_jit = jax.jit(self._start, donate_argnums=1, out_shardings=slots)
         self._generate_jit = jax.jit(self._generate, donate_argnums=1, out_shardings=(state, whole))
-        self._release_jit = jax.jit(self._release, donate_argnums=0, out_shardings=state)
-        self._collect_jit = jax.jit(lambda s: (s.tokens, s.log_probs, s.stopped), out_shardings=whole)
 
     # ---- the contract ----
 
-    def prefill(self, params, prompts: Sequence[np.ndarray]) -> Prefix:
-        """Up to ``prefill_rows`` prompts (ragged int32) -> their prefix, chunk by chunk."""
+    def new_state(self) -> DecodeState:
+        """Empty slots. Every earlier reservation is void."""
+        self.tables = PageTables(self.cache.geometry, self.shards, share=self.share_prompts)
+        self.active = np.zeros(self.slots, bool)
+        return self._new_state()
+
+    def prefill(self, params, prompts: Sequence[np.ndarray], existing: Prefix | None = None) -> Prefix:
+        """Up to ``prefill_rows`` prompts (ragged int32) -> their prefix, chunk by chunk.
+
+        ``existing`` is the prefix of one prompt, of a multiple of ``chunk`` tokens, that all of these start
+        with: only what follows is computed.
+        """
         lengths = np.array([len(p) for p in prompts], np.int32)
         if len(prompts) > self.prefill_rows or lengths.max() > self.max_prompt_tokens or lengths.min() < 1:
             raise ConfigError(
@@ -146,70 +223,154 @@ class Engine:
                 f"once, not {len(prompts)} of {lengths.min()} to {lengths.max()}",
                 "data.max_prompt_tokens",
             )
+        rows = 1 if len(prompts) == 1 else self.prefill_rows
+        spec = P() if rows == 1 else ROWS
         chunks = -(-int(lengths.max()) // self.chunk)
-        tokens = np.zeros((self.prefill_rows, chunks * self.chunk), np.int32)
+        tokens = np.zeros((rows, chunks * self.chunk), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
-        lengths = np.pad(lengths, (0, self.prefill_rows - len(prompts)))
-        rows = PartitionSpec(BATCH_AXES)
-        prefix = self._empty_prefix_jit()._replace(lengths=put(lengths, self.mesh, rows))
-        for c in range(chunks):
-            piece = put(tokens[:, c * self.chunk : (c + 1) * self.chunk], self.mesh, rows)
-            prefix = self._prefill_chunk_jit(params, piece, put(np.int32(c * self.chunk), self.mesh), prefix)
+        lengths = put(np.pad(lengths, (0, rows - len(prompts))), self.mesh, spec)
+        first = 0
+        if existing is None:
+            prefix = self._new_prefix[rows]()
+        else:
+            first = int(existing.lengths[0]) // self.chunk
+            prefix = self._repeat_jit(existing) if rows > 1 else jax.tree.map(jnp.copy, existing)
+        prefix = prefix._replace(lengths=lengths)
+        step = self._prefill_one if rows == 1 else self._prefill_many
+        for c in range(first, chunks):
+            piece = put(tokens[:, c * self.chunk : (c + 1) * self.chunk], self.mesh, spec)
+            prefix = step(params, piece, put(np.int32(c * self.chunk), self.mesh), prefix)
         return prefix
 
-    def insert(self, prefix: Prefix, state: DecodeState, requests: Requests, key: np.ndarray) -> DecodeState:
-        """Copy prefixes into slots and start their sequences. ``key`` [2] uint32 is the step's; the state is
-        donated."""
-        return self._insert_jit(prefix, state, put(requests, self.mesh), key)
+    def reserve(self, prompt: np.ndarray, limit: int, slot: int | None = None) -> int | None:
+        """A free slot (``slot`` itself when given) with pages for ``prompt`` and ``limit`` more tokens; None
+        when there is no room until another one is released."""
+        return self.tables.admit(prompt, len(prompt) + limit, slot)
 
-    def generate(
-        self, params, state: DecodeState, *, refill: bool = False
-    ) -> tuple[DecodeState, np.ndarray, np.ndarray]:
-        """Up to ``steps_per_dispatch`` decode steps; ends early when all slots are done, or, with ``refill``,
-        when enough are free to be worth a refill. Returns the state and, on the host, active [B] bool and
-        generated [B] int32."""
-        keep = self.slots - max(1, self.slots // 8) if refill else 0
-        state, report = self._generate_jit(params, state, put(np.int32(keep), self.mesh))
-        active, generated = np.asarray(report)
-        return state, active.astype(bool), generated
+    def release(self, slot: int) -> None:
+        """End the sequence of a slot, whether it is done or not, and free the slot."""
+        self.active[slot] = False
+        self.tables.release(slot)
 
-    def release(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """End the sequences of ``slots`` [B] bool (a stop string was found on the host)."""
-        return self._release_jit(state, put(slots, self.mesh))
+    def insert(
+        self, prefix: Prefix, state: DecodeState, requests: Sequence[Request], key: np.ndarray
+    ) -> DecodeState:
+        """Write prefixes into the pages of reserved slots and start their sequences. ``key`` [2] uint32 is
+        the step's; the state is donated."""
+        slots, cache = state
+        lengths = np.asarray(prefix.lengths) if requests else ()
+        wanted = [
+            (r.slot, r.row, int(lengths[r.row]), self.tables.to_write.pop(r.slot), self.tables.table[r.slot])
+            for r in requests
+        ]
+        for plan in self.cache.plan(wanted):
+            cache = self._write_jit(prefix, cache, plan)
+        slots = self._start_jit(prefix, slots, self._as_arrays(requests), key)
+        self.active[[r.slot for r in requests]] = True
+        return DecodeState(slots, cache)
 
-    def collect(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens [B, max_new_tokens], log_probs, and stopped [B], on the host of every process."""
-        tokens, log_probs, stopped = (np.asarray(x) for x in self._collect_jit(state))
-        return tokens, log_probs, stopped
+    def generate(self, params, state: DecodeState, *, refill: bool = False) -> tuple[DecodeState, Results]:
+        """Up to ``steps_per_dispatch`` decode steps of all active slots. Ends early when all are done, when
+        so few are left that a smaller batch holds them, or, with ``refill``, when enough have ended to be
+        worth a refill. A slot that ended stays taken until ``release``."""
+        active = self.active.reshape(self.shards, -1)
+        most = int(active.sum(1).max())
+        size = next(n for n in self.batches if n >= most)
+        smaller = max((n for n in self.batches if n < size), default=0)
+        count = int(active.sum())
+        keep = count - max(1, count // 8) if refill else 0
+        rows = np.full((self.shards, size), active.shape[1], np.int32)
+        for shard, running in enumerate(active):
+            rows[shard, : running.sum()] = np.flatnonzero(running)
+        state, results = self._run(params, state, rows, keep, 0 if refill else smaller)
+        self.active[results.slots[~results.active]] = False
+        return state, results
+
+    def warm_up(self, params) -> None:
+        """Compile every program, so that nothing is compiled later. All slots are empty afterwards."""
+        state = self.new_state()
+        key, prompt = np.zeros(2, np.uint32), np.zeros(1, np.int32)
+        one = self.prefill(params, [prompt])
+        for prefix in (one, self._repeat_jit(one), self.prefill(params, [prompt] * self.prefill_rows)):
+            state = self.insert(prefix, state, [], key)
+            state = state._replace(cache=self._write_jit(prefix, state.cache, self.cache.no_writes()))
+        for size in self.batches:
+            state, _ = self._run(params, state, np.full((self.shards, size), self.cache.geometry.slots), 0, 0)
+        self.warm = True
+
+    def lower_generate(self, params, size: int | None = None) -> jax.stages.Lowered:
+        """The decode program for ``size`` slots of each shard (default: all), lowered for ``params``
+        (arrays or shapes with shardings)."""
+        shapes = jax.eval_shape(self._new_state)
+        rows = jax.ShapeDtypeStruct(
+            (self.shards * (size or self.batches[-1]),), np.int32, sharding=NamedSharding(self.mesh, ROWS)
+        )
+        limits = jax.ShapeDtypeStruct((2,), np.int32, sharding=NamedSharding(self.mesh, P()))
+        return self._generate_jit.lower(params, shapes, rows, limits)
+
+    # ---- host side of the programs ----
+
+    def _run(self, params, state, rows: np.ndarray, keep: int, smaller: int) -> tuple[DecodeState, Results]:
+        limits = put(np.array([keep, smaller], np.int32), self.mesh)
+        rows = rows.astype(np.int32)
+        state, found = self._generate_jit(params, state, put(rows.reshape(-1), self.mesh, ROWS), limits)
+        slots = (rows + np.arange(self.shards)[:, None] * self.cache.geometry.slots).reshape(-1)
+        valid = rows.reshape(-1) < self.cache.geometry.slots
+        return state, Results(slots[valid], *(np.asarray(x)[valid] for x in found))
+
+    def _as_arrays(self, requests: Sequence[Request]) -> Any:
+        """What ``_start`` takes, padded to the number of slots: (slots, rows, ids [B, 2], limits, sampling,
+        tables)."""
+
+        def column(values, dtype, fill=0):
+            padding = [fill] * (self.slots - len(requests))
+            return np.array([*values, *padding], dtype)
+
+        slots = column((r.slot for r in requests), np.int32, self.slots)
+        names = [
+            column(((r.prompt_id, r.sample_index)[i] % 2**32 for r in requests), np.uint32) for i in (0, 1)
+        ]
+        sampling = SamplingArrays(
+            *(
+                column((getattr(r.sampling, name) for r in requests), dtype)
+                for name, dtype in zip(
+                    SamplingArrays._fields, (np.float32, np.int32, *[np.float32] * 2), strict=True
+                )
+            )
+        )
+        limits = column((r.sampling.max_new_tokens for r in requests), np.int32)
+        rows = column((r.row for r in requests), np.int32)
+        tables = self.tables.table[np.minimum(slots, self.slots - 1)]
+        return put((slots, rows, *names, limits, sampling, tables), self.mesh)
 
     # ---- the programs ----
 
     def _empty_state(self) -> DecodeState:
-        b, t = self.slots, self.max_new_tokens
-
         def full(dtype, *shape):
-            return jnp.zeros((b, *shape), dtype)
+            return jnp.zeros((self.slots, *shape), dtype)
 
-        return DecodeState(
-            cache=self.model.init_cache(b, self.cache_length, self.cache_dtype),
+        slots = Slots(
             hidden=full(self.model.compute_dtype, self.model.config.hidden_size),
             length=full(jnp.int32),
             generated=full(jnp.int32),
             limit=full(jnp.int32),
-            active=full(bool),
-            stopped=full(bool),
             keys=full(jnp.uint32, 2),
             sampling=SamplingArrays(full(jnp.float32), full(jnp.int32), full(jnp.float32), full(jnp.float32)),
-            tokens=full(jnp.int32, t),
-            log_probs=full(jnp.float32, t),
+            table=full(jnp.int32, self.cache.geometry.width),
         )
+        return DecodeState(slots, self.cache.empty())
 
-    def _empty_prefix(self) -> Prefix:
-        n = self.prefill_rows
-        cache = self.model.init_cache(n, self.prompt_length, self.cache_dtype)
-        hidden = jnp.zeros((n, self.model.config.hidden_size), self.model.compute_dtype)
-        return Prefix(cache, hidden, jnp.zeros(n, jnp.int32))
+    def _empty_prefix(self, rows: int) -> Prefix:
+        cache = self.model.init_cache(rows, self.prompt_length, self.cache.dtype)
+        hidden = jnp.zeros((rows, self.model.config.hidden_size), self.model.compute_dtype)
+        return Prefix(cache, hidden, jnp.zeros(rows, jnp.int32))
+
+    def _write_pages(self, prefix: Prefix, cache, plan):
+        return self.cache.write(prefix.cache, cache, plan)
+
+    def _repeat(self, one: Prefix) -> Prefix:
+        return jax.tree.map(lambda x: jnp.repeat(x, self.prefill_rows, axis=0), one)
 
     def _prefill_chunk(self, params, tokens, start, prefix: Prefix) -> Prefix:
         positions = start + jnp.arange(self.chunk)
@@ -220,80 +381,92 @@ class Engine:
         picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
         return Prefix(cache, jnp.where(inside[:, None], picked, prefix.hidden), prefix.lengths)
 
-    def _insert(self, prefix: Prefix, state: DecodeState, requests: Requests, key) -> DecodeState:
-        rows, slots = requests.rows, requests.slots
+    def _start(self, prefix: Prefix, slots: Slots, requests, key) -> Slots:
+        at, rows, prompt_ids, sample_index, limits, sampling, table = requests
 
         def fill(array, values):
-            return array.at[slots].set(values, mode="drop")
-
-        def fill_cache(full, new):
-            return full.at[slots, :, : new.shape[2]].set(new[rows], mode="drop")
+            return array.at[at].set(values, mode="drop")
 
         fold = jax.vmap(
             lambda p, s: jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), p), s)
         )
-        keys = jax.random.key_data(fold(requests.prompt_ids, requests.sample_index))
-        return DecodeState(
-            cache=jax.tree.map(fill_cache, state.cache, prefix.cache),
-            hidden=fill(state.hidden, prefix.hidden[rows]),
-            length=fill(state.length, prefix.lengths[rows]),
-            generated=fill(state.generated, 0),
-            limit=fill(state.limit, requests.limits),
-            active=fill(state.active, True),
-            stopped=fill(state.stopped, False),
-            keys=fill(state.keys, keys),
-            sampling=jax.tree.map(fill, state.sampling, requests.sampling),
-            tokens=state.tokens,
-            log_probs=state.log_probs,
+        return Slots(
+            hidden=fill(slots.hidden, prefix.hidden[rows]),
+            length=fill(slots.length, prefix.lengths[rows]),
+            generated=fill(slots.generated, 0),
+            limit=fill(slots.limit, limits),
+            keys=fill(slots.keys, jax.random.key_data(fold(prompt_ids, sample_index))),
+            sampling=jax.tree.map(fill, slots.sampling, sampling),
+            table=fill(slots.table, table),
         )
 
-    def _generate(self, params, state: DecodeState, keep):
+    def _generate(self, params, state: DecodeState, rows, limits):
+        """``rows`` [n] are slots within their shard; those out of range stand for none."""
+        keep, smaller = limits
+        local = self.cache.geometry.slots
+        running = rows < local
+        take = self.cache.per_shard(
+            lambda tree, at: jax.tree.map(lambda x: x[jnp.minimum(at, local - 1)], tree), (ROWS, ROWS), ROWS
+        )
+        slots: Slots = take(state.slots, rows)
+        tables = self.cache.tables(rows, slots.table)
+        if self.in_place:
+            by_window = {
+                k.window: tables[self.cache.geometry.ring_of(k.window)] for k in self.model.config.layers
+            }
+            pages, cache = Pages(by_window, self.mesh, self.cache.spec, "pallas"), state.cache
+        else:
+            pages, cache = None, self.cache.gather(state.cache, tables)
+        steps = self.steps_per_dispatch
+        n = rows.shape[0]
+        out = (jnp.zeros((n, steps), jnp.int32), jnp.zeros((n, steps), jnp.float32))
+
         def going(carry):
-            step, state = carry
-            return (step < self.steps_per_dispatch) & (jnp.sum(state.active) > keep)
+            step, _, _, active, _, _ = carry
+            most = jnp.max(jnp.sum(active.reshape(self.shards, -1), axis=1))
+            return (step < steps) & (jnp.sum(active) > keep) & (most > smaller)
 
-        _, state = lax.while_loop(
-            going, lambda carry: (carry[0] + 1, self._decode_step(params, carry[1])), (0, state)
+        def decode(carry):
+            step, slots, cache, active, stopped, (tokens, log_probs) = carry
+            token, log_prob, slots, cache, still, stop = self._decode_step(
+                params, slots, cache, active, pages
+            )
+            tokens = lax.dynamic_update_index_in_dim(tokens, token, step, 1)
+            log_probs = lax.dynamic_update_index_in_dim(log_probs, log_prob, step, 1)
+            return step + 1, slots, cache, still, stopped | stop, (tokens, log_probs)
+
+        before = slots.generated
+        start = (0, slots, cache, running, jnp.zeros_like(running), out)
+        _, slots, cache, active, stopped, out = lax.while_loop(going, decode, start)
+        put_back = self.cache.per_shard(
+            lambda tree, at, new: jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), tree, new),
+            (ROWS, ROWS, ROWS),
+            ROWS,
         )
-        return state, jnp.stack([state.active.astype(jnp.int32), state.generated])
+        if not self.in_place:
+            cache = self.cache.scatter(state.cache, tables, cache)
+        state = DecodeState(put_back(state.slots, rows, slots), cache)
+        return state, (*out, slots.generated - before, active, stopped)
 
-    def _decode_step(self, params, state: DecodeState) -> DecodeState:
+    def _decode_step(self, params, slots: Slots, cache, active, pages):
         """Sample a token from each hidden state, then run it through the model."""
-        temperature = state.sampling.temperature
+        temperature = slots.sampling.temperature
         logits = scaled_logits(
-            state.hidden,
-            self.model.head(params).astype(state.hidden.dtype),
+            slots.hidden,
+            self.model.head(params).astype(slots.hidden.dtype),
             temperature=jnp.where(temperature > 0, temperature, 1.0),
             soft_cap=self.model.config.final_soft_cap,
             vocab_limit=self.vocab_limit,
         )
         tokens, log_probs = sample(
-            logits, jax.random.wrap_key_data(state.keys), state.generated, state.sampling
+            logits, jax.random.wrap_key_data(slots.keys), slots.generated, slots.sampling
         )
-        slot = jnp.arange(self.slots)
-        column = jnp.where(state.active, state.generated, self.max_new_tokens)
-        generated = state.generated + state.active
-        hit = (
-            jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32))
-            if self.stop_ids
-            else jnp.zeros_like(state.active)
+        generated = slots.generated + active
+        stop = active & jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32))
+        still = active & ~stop & (generated < slots.limit)
+        positions = jnp.where(still, slots.length, -1)
+        hidden, cache = self.model.extend(params, tokens[:, None], positions[:, None], cache, pages)
+        slots = dataclasses.replace(
+            slots, hidden=hidden[:, 0], length=slots.length + still, generated=generated
         )
-        stopped = state.stopped | (state.active & hit)
-        active = state.active & ~hit & (generated < state.limit)
-        positions = jnp.where(active, state.length, -1)
-        hidden, cache = self.model.extend(params, tokens[:, None], positions[:, None], state.cache)
-        return dataclasses.replace(
-            state,
-            cache=cache,
-            hidden=hidden[:, 0],
-            length=state.length + active,
-            generated=generated,
-            active=active,
-            stopped=stopped,
-            tokens=state.tokens.at[slot, column].set(tokens, mode="drop"),
-            log_probs=state.log_probs.at[slot, column].set(log_probs, mode="drop"),
-        )
-
-    @staticmethod
-    def _release(state: DecodeState, slots) -> DecodeState:
-        return dataclasses.replace(state, active=state.active & ~slots)
+        return tokens, log_probs, slots, cache, still, stop

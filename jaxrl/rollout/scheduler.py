@@ -1,11 +1,12 @@
 """Continuous batching: more sequences than slots, slots refilled as sequences end, each prompt prefilled once
-for its group.
+for its group, and the common start of all prompts once for all.
 
-The scheduler talks to the engine only through prefill, insert, generate, release and collect.
+The scheduler talks to the engine only through reserve, prefill, insert, generate and release.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,14 +16,24 @@ import numpy as np
 from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError
 from jaxrl.rollout.config import Sampling
-from jaxrl.rollout.engine import Engine, Prefix, Requests
-from jaxrl.rollout.sampling import SamplingArrays
+from jaxrl.rollout.engine import Engine, Prefix, Request, Results
 
 
 class Decodes(Protocol):
     """What the scheduler needs of a tokenizer."""
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str: ...
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """One completion so far."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    stopped: bool = False
+    text: str | None = None
+    """Set when a stop string cut it."""
 
 
 def rollout(
@@ -49,103 +60,112 @@ def rollout(
         raise ConfigError(
             f"max_new_tokens {sampling.max_new_tokens} exceeds the engine's {engine.max_new_tokens}"
         )
-    total = len(prompts) * group_size
-    pending = deque(range(total))
-    owner = np.full(engine.slots, -1)
-    done: dict[int, tuple[np.ndarray, np.ndarray, bool, str]] = {}
+    if not engine.warm:
+        engine.warm_up(params)
+    pending = deque(range(len(prompts) * group_size))
+    sequences = [_Sequence() for _ in pending]
+    running: dict[int, int] = {}  # slot -> sequence
     state = engine.new_state()
+    common = _common_prefix(engine, params, prompts)
     ready: tuple[Prefix, dict[int, int]] | None = None
-    sampled = 0
-    while pending or (owner >= 0).any():
-        while pending and (free := np.flatnonzero(owner < 0)).size:
+    finished = sampled = 0
+    while pending or running:
+        while pending:
             if ready is None or pending[0] // group_size not in ready[1]:
-                ready = _prefill(engine, params, prompts, pending, group_size)
+                ready = _prefill(engine, params, prompts, pending, group_size, common)
             prefix, rows = ready
-            chosen: list[int] = []
-            while pending and len(chosen) < free.size and pending[0] // group_size in rows:
-                chosen.append(pending.popleft())
-            owner[free[: len(chosen)]] = chosen
-            requests = _requests(engine, prompts, rows, free, chosen, group_size, sampling)
+            requests = []
+            while pending and (prompt := pending[0] // group_size) in rows:
+                slot = engine.reserve(prompts.tokens[prompt], sampling.max_new_tokens)
+                if slot is None:
+                    break
+                running[slot] = pending.popleft()
+                requests.append(
+                    Request(
+                        slot=slot,
+                        row=rows[prompt],
+                        sampling=sampling,
+                        prompt_id=prompts.ids[prompt],
+                        sample_index=running[slot] % group_size,
+                    )
+                )
+            if not requests:
+                break
             state = engine.insert(prefix, state, requests, key)
-        state, active, generated = engine.generate(params, state, refill=bool(pending))
-        ended = (owner >= 0) & ~active
-        if ended.any() or stop:
-            tokens, log_probs, stopped = engine.collect(state)
-            cuts = _stop_strings(tokenizer, stop, owner, tokens, generated)
-            for slot in np.flatnonzero(ended | np.isin(np.arange(engine.slots), list(cuts))):
-                length, text = cuts.get(int(slot), (int(generated[slot]), None))
-                ids = tokens[slot, :length].copy()
-                ended_by_stop = bool(stopped[slot]) or slot in cuts
-                text = tokenizer.decode(ids.tolist(), skip_special=True) if text is None else text
-                done[int(owner[slot])] = (ids, log_probs[slot, :length].copy(), ended_by_stop, text)
-                sampled += length
-            release = np.isin(np.arange(engine.slots), list(cuts)) & active
-            if release.any():
-                state = engine.release(state, release)
-            owner[ended | release] = -1
-        progress(len(done), sampled + int(generated[owner >= 0].sum()))
-    results = [done[i] for i in range(total)]
+        state, results = engine.generate(params, state, refill=bool(pending))
+        for slot in _gather(results, running, sequences, tokenizer, stop):
+            finished, sampled = finished + 1, sampled + len(sequences[running.pop(slot)].tokens)
+            engine.release(slot)
+        progress(finished, sampled + sum(len(sequences[i].tokens) for i in running.values()))
     return Rollouts(
         prompts=prompts,
         group_size=group_size,
-        tokens=[r[0] for r in results],
-        loss_mask=[np.ones(len(r[0]), np.float32) for r in results],
-        rollout_log_probs=[r[1] for r in results],
-        stop_reasons=["stop" if r[2] else "length" for r in results],
-        texts=[r[3] for r in results],
-        policy_version=policy_version,
+        tokens=[np.array(s.tokens, np.int32) for s in sequences],
+        loss_mask=[np.ones(len(s.tokens), np.float32) for s in sequences],
+        rollout_log_probs=[np.array(s.log_probs, np.float32) for s in sequences],
+        stop_reasons=["stop" if s.stopped else "length" for s in sequences],
+        texts=[
+            tokenizer.decode(s.tokens, skip_special=True) if s.text is None else s.text for s in sequences
+        ],
+        policy_versions=[policy_version] * len(sequences),
     )
 
 
-def _prefill(engine, params, prompts, pending, group_size) -> tuple[Prefix, dict[int, int]]:
+def _common_prefix(engine: Engine, params, prompts: Prompts) -> Prefix | None:
+    """The start that all prompts share (a system prompt), prefilled once; None when shorter than a
+    chunk."""
+    if not engine.share_prompts or len(prompts) < 2:
+        return None
+    shortest = min(len(p) for p in prompts.tokens)
+    starts = np.stack([p[:shortest] for p in prompts.tokens])
+    differ = np.flatnonzero((starts != starts[0]).any(0))
+    # At least one token stays to be computed: the first sampled token comes from its hidden state.
+    shared = min(int(differ[0]) if differ.size else shortest, shortest - 1) // engine.chunk * engine.chunk
+    return engine.prefill(params, [starts[0, :shared]]) if shared else None
+
+
+def _prefill(engine, params, prompts, pending, group_size, common) -> tuple[Prefix, dict[int, int]]:
     """Prefill the next prompts of the queue, as many as the engine takes at once."""
     wanted = list(dict.fromkeys(i // group_size for i in pending))[: engine.prefill_rows]
-    prefix = engine.prefill(params, [prompts.tokens[p] for p in wanted])
+    prefix = engine.prefill(params, [prompts.tokens[p] for p in wanted], common)
     return prefix, {p: row for row, p in enumerate(wanted)}
 
 
-def _requests(engine, prompts, rows, free, chosen, group_size, sampling: Sampling) -> Requests:
-    """``chosen`` sequences for the first ``free`` slots, padded to the number of slots so that one program
-    serves all."""
-    n = engine.slots
+def _gather(
+    results: Results,
+    running: dict[int, int],
+    sequences: list[_Sequence],
+    tokenizer: Decodes,
+    stop: Sequence[str],
+) -> list[int]:
+    """Append what a dispatch sampled to its sequences; the slots whose sequence has ended."""
+    ended = []
+    for i, slot in enumerate(results.slots.tolist()):
+        sequence, count = sequences[running[slot]], results.counts[i]
+        sequence.tokens += results.tokens[i, :count].tolist()
+        sequence.log_probs += results.log_probs[i, :count].tolist()
+        sequence.stopped = bool(results.stopped[i])
+        cut = _stop_string(tokenizer, stop, sequence.tokens) if stop else None
+        if cut is not None:
+            length, sequence.text = cut
+            del sequence.tokens[length:], sequence.log_probs[length:]
+            sequence.stopped = True
+        if cut is not None or not results.active[i]:
+            ended.append(slot)
+    return ended
 
-    def full(values, dtype, fill=0):
-        out = np.full(n, fill, dtype)
-        out[: len(values)] = values
-        return out
 
-    return Requests(
-        rows=full([rows[i // group_size] for i in chosen], np.int32),
-        slots=full(free[: len(chosen)], np.int32, fill=n),
-        prompt_ids=full([prompts.ids[i // group_size] % 2**32 for i in chosen], np.uint32),
-        sample_index=full([i % group_size for i in chosen], np.uint32),
-        limits=np.full(n, sampling.max_new_tokens, np.int32),
-        sampling=SamplingArrays(
-            np.full(n, sampling.temperature, np.float32),
-            np.full(n, sampling.top_k, np.int32),
-            np.full(n, sampling.top_p, np.float32),
-            np.full(n, sampling.min_p, np.float32),
-        ),
-    )
+def _stop_string(tokenizer: Decodes, stop: Sequence[str], ids: list[int]) -> tuple[int, str] | None:
+    """Tokens up to the one that completes the first stop string, and the text before it."""
 
+    def first_stop(text: str) -> int:
+        return min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
 
-def _stop_strings(tokenizer, stop, owner, tokens, generated) -> dict[int, tuple[int, str | None]]:
-    """Slots whose text holds a stop string -> (tokens up to the one that completes it, text before it)."""
-    found: dict[int, tuple[int, str | None]] = {}
-    for slot in np.flatnonzero(owner >= 0) if stop else ():
-        ids = tokens[slot, : generated[slot]].tolist()
-
-        def first_stop(text: str) -> int:
-            return min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
-
-        if first_stop(tokenizer.decode(ids)) < 0:
-            continue
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle) if first_stop(tokenizer.decode(ids[:middle])) >= 0 else (middle + 1, high)
-            )
-        text = tokenizer.decode(ids[:low])
-        found[int(slot)] = (low, text[: first_stop(text)])
-    return found
+    if first_stop(tokenizer.decode(ids)) < 0:
+        return None
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if first_stop(tokenizer.decode(ids[:middle])) >= 0 else (middle + 1, high)
+    text = tokenizer.decode(ids[:low])
+    return low, text[: first_stop(text)]

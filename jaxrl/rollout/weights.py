@@ -3,6 +3,9 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -11,16 +14,31 @@ from jaxrl.models import Model
 from jaxrl.sharding import named
 
 
-def make_refresh(model: Model, mesh: Mesh, dtype: jnp.dtype):
-    """``refresh(params) -> rollout params``: one subtree per layer, weights over ``tensor`` only, floats in
-    ``dtype``.
+def make_refresh(model: Model, mesh: Mesh, dtype: jnp.dtype) -> Callable[..., Any]:
+    """``refresh(params, old=None) -> rollout params``: one subtree per layer, weights over ``tensor`` only,
+    floats in ``dtype``.
 
-    Arrays that need neither a cast nor another layout may share their buffer with ``params``: the result is
-    valid until ``params`` are donated to the next update, after which it must be made again.
+    The result takes the memory of ``old``, the result of an earlier call, which is donated; it shares none
+    with ``params``.
     """
 
-    def refresh(params):
-        cast = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
-        return model.unstack(cast)
+    def rollout_params(params):
+        def cast(x):
+            return (
+                x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype else jnp.copy(x)
+            )
 
-    return jax.jit(refresh, out_shardings=named(mesh, model.specs(mesh, view="rollout")))
+        return model.unstack(jax.tree.map(cast, params))
+
+    shardings = named(mesh, model.specs(mesh, view="rollout"))
+    empty = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), model.shapes(view="rollout")),
+        out_shardings=shardings,
+    )
+    program = jax.jit(
+        lambda params, old: rollout_params(params),
+        donate_argnums=1,
+        keep_unused=True,
+        out_shardings=shardings,
+    )
+    return lambda params, old=None: program(params, empty() if old is None else old)

@@ -1,0 +1,153 @@
+"""The kv cache in pages on the devices: a pool of pages for every layer, and what moves into and out of it.
+
+Slots and pages are numbered within the shard of the batch axes that holds them, so a sequence's keys and
+values are never looked for elsewhere. Which pages are whose is decided on the host (``pages.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models import Model
+from jaxrl.rollout.pages import Geometry
+from jaxrl.sharding import BATCH_AXES, batch_shards, put
+
+ROWS = P(BATCH_AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class KvCache:
+    """How a cache is laid out; the arrays themselves, {layer: {"k", "v"} [pages, K, page, H]}, are passed
+    in."""
+
+    model: Model
+    mesh: Mesh
+    geometry: Geometry
+    dtype: Any
+    prompt_pages: int
+    """Pages of a prefix."""
+
+    @property
+    def shards(self) -> int:
+        return batch_shards(self.mesh)
+
+    @property
+    def spec(self) -> P:
+        """How pages lie: over the batch axes, kv heads over tensor."""
+        return self.model.cache_specs(self.mesh)["0"]["k"]
+
+    @property
+    def writes(self) -> int:
+        """Pages of a shard that one call of ``write`` can fill."""
+        return self.prompt_pages + self.geometry.slots
+
+    def empty(self) -> Any:
+        pages = [self.shards * self.geometry.pool_pages(k.window) for k in self.model.config.layers]
+        return self.model.init_cache(pages, self.geometry.page_tokens, self.dtype)
+
+    def per_shard(self, function, in_specs, out_specs):
+        """``function`` of each shard's own slots and pages."""
+        # check_vma: everything here is of one shard anyway.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def tables(self, slots: jax.Array, table: jax.Array) -> dict[int, jax.Array]:
+        """Page tables [n, M] of ``slots`` [n] of each kind (``Geometry.ring_of``); ``table`` is that of
+        layers that keep all positions. A slot out of range has no pages."""
+        g, there = self.geometry, (slots < self.geometry.slots)[:, None]
+        found = {
+            window: 1 + slots[:, None] * ring + jnp.arange(ring, dtype=jnp.int32)
+            for window, ring in g.rings.items()
+        } | {0: table}
+        return {key: jnp.where(there, pages, 0) for key, pages in found.items()}
+
+    def gather(self, cache: Any, tables: Mapping[int, jax.Array]) -> Any:
+        """The pages of n sequences, each as one row [n, K, M * page, H]."""
+
+        def rows(pool, table):
+            n, width = table.shape
+            _, heads, size, dim = pool.shape
+            return pool[table].transpose(0, 2, 1, 3, 4).reshape(n, heads, width * size, dim)
+
+        return self._by_layer(self.per_shard(rows, (self.spec, ROWS), self.spec), tables, cache)
+
+    def scatter(self, cache: Any, tables: Mapping[int, jax.Array], rows: Any) -> Any:
+        """The inverse of ``gather``. A page that several sequences share is written by each, with what it
+        held."""
+
+        def pages(pool, table, new):
+            n, width = table.shape
+            _, heads, size, dim = pool.shape
+            return pool.at[table].set(new.reshape(n, heads, width, size, dim).transpose(0, 2, 1, 3, 4))
+
+        return self._by_layer(
+            self.per_shard(pages, (self.spec, ROWS, self.spec), self.spec), tables, cache, rows
+        )
+
+    def write(self, prefix: Any, cache: Any, writes: Any) -> Any:
+        """``cache`` with pages of ``prefix`` [rows, K, prompt length, H] in it, as ``plan`` says."""
+        size = self.geometry.page_tokens
+        place = self.per_shard(
+            lambda pool, new, at: pool.at[at].set(new), (self.spec, self.spec, ROWS), self.spec
+        )
+
+        def one(pool, plan, new):
+            rows, numbers, at = plan
+            n, heads, length, dim = new.shape
+            pages = new.reshape(n, heads, length // size, size, dim)[rows, :, numbers]
+            return place(pool, lax.with_sharding_constraint(pages, NamedSharding(self.mesh, self.spec)), at)
+
+        return self._by_layer(one, writes, cache, prefix)
+
+    def plan(self, requests: Sequence[tuple[int, int, int, Sequence[int], np.ndarray]]) -> Iterator[Any]:
+        """What ``write`` has to be told, call by call, for (slot, row of the prefix, prompt tokens, prompt
+        pages to write, table) of each request: three int32 [shards * writes] (row, page of the prompt, page
+        of the pool) for each kind of page table. Page 0 takes what is left over."""
+        g = self.geometry
+        todo: dict[int, list[list[tuple[int, int, int]]]] = {
+            key: [[] for _ in range(self.shards)] for key in (0, *g.rings)
+        }
+        for slot, row, tokens, numbers, table in requests:
+            shard, local = divmod(slot, g.slots)
+            todo[0][shard] += [(row, n, int(table[n])) for n in numbers]
+            count = -(-tokens // g.page_tokens)
+            for window, ring in g.rings.items():
+                held = range(max(0, count - ring), count)
+                todo[window][shard] += [(row, n, 1 + local * ring + n % ring) for n in held]
+        while any(part for parts in todo.values() for part in parts):
+            yield self._put({key: self._take(parts) for key, parts in todo.items()})
+
+    def no_writes(self) -> Any:
+        """A plan that writes nothing."""
+        empty = np.zeros((3, self.shards, self.writes), np.int32)
+        return self._put(dict.fromkeys((0, *self.geometry.rings), empty))
+
+    def _take(self, parts: list[list[tuple[int, int, int]]]) -> np.ndarray:
+        piece = np.zeros((3, self.shards, self.writes), np.int32)
+        for shard, part in enumerate(parts):
+            now, parts[shard] = part[: self.writes], part[self.writes :]
+            if now:
+                piece[:, shard, : len(now)] = np.array(now).T
+        return piece
+
+    def _put(self, plans: Mapping[int, np.ndarray]) -> Any:
+        return {key: put(tuple(plan.reshape(3, -1)), self.mesh, ROWS) for key, plan in plans.items()}
+
+    def _by_layer(self, function, by_kind, cache, *others):
+        found = {}
+        for layer, pool in cache.items():
+            given = by_kind[self.geometry.ring_of(self.model.config.layers[int(layer)].window)]
+            found[layer] = {
+                name: function(pool[name], given, *(o[layer][name] for o in others)) for name in pool
+            }
+        return found
