@@ -1,0 +1,95 @@
+"""python -m jaxrl.serve: a model behind JetStream's gRPC protocol, sampled by the engine that training uses.
+
+    python -m jaxrl.serve --protocol jetstream --model models/SmolLM2-135M-Instruct --port 9000
+
+Needs the extra ``jetstream``. JetStream's protocol carries a prompt (text or ids) and a token limit; how to
+sample is the server's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxrl import distributed
+from jaxrl.config import ConfigError, run_cli
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.models import Model, hf
+from jaxrl.models.config import DTYPES
+from jaxrl.rollout.config import Sampling
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.weights import make_refresh
+from jaxrl.sharding import MeshConfig, make_mesh
+
+PROTOCOLS = ("jetstream",)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    given = _arguments(argv)
+    try:
+        from jaxrl.rollout.jetstream import JetStreamEngine, start_server
+    except ImportError as error:
+        raise ConfigError(
+            f"--protocol jetstream needs google-jetstream: pip install 'jaxrl[jetstream]' ({error})"
+        ) from error
+    distributed.start()
+    folder = hf.resolve(given.model)
+    tokenizer = load_tokenizer(str(folder), "--model")
+    mesh = make_mesh(MeshConfig(tensor=given.tensor))
+    model = Model(hf.load_config(folder), compute_dtype=given.dtype, mesh=mesh if mesh.size > 1 else None)
+    refresh = make_refresh(model, mesh, jnp.dtype(given.dtype))
+    params = refresh(hf.load_params(folder, model, mesh, given.dtype))
+    sampling = Sampling(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        max_new_tokens=given.max_new_tokens,
+    )
+    engine = Engine(
+        model,
+        mesh,
+        slots=given.slots,
+        prefill_rows=1,
+        max_prompt_tokens=given.max_prompt_tokens,
+        max_new_tokens=given.max_new_tokens,
+        steps_per_dispatch=1,
+        stop_ids=tokenizer.stop_ids,
+        vocab_limit=min(tokenizer.vocab_size, model.config.vocab_size),
+        cache_dtype=jnp.dtype(given.dtype),
+    )
+    engine.warm_up(params)
+    server = start_server(JetStreamEngine(engine, params, tokenizer, sampling, given.seed), given.port)
+    print(f"serving {given.model} on port {given.port}: {engine.slots} slots", flush=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    server.stop()
+    return 0
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.serve", description="Serve a Hugging Face folder.")
+    parser.add_argument("--protocol", choices=PROTOCOLS, required=True)
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder or hub name")
+    parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument("--slots", type=int, default=32, help="requests decoded at once")
+    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="most that a request may ask for")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0: off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1: off")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share one copy of the model")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
