@@ -57,7 +57,7 @@ make_venv() {
 
 case "${1:-}" in
     "") lock=requirements.lock size="1.2 GB" ;;
-    --integration) lock=requirements-integration.lock size="2 GB" ;;
+    --integration) lock=requirements-integration.lock size="5 GB" ;;
     *) die "$1: the only option is --integration" ;;
 esac
 state() { echo "$(pwd -P) $1 $(cat "$1" pyproject.toml | sha256sum)"; }
