@@ -23,7 +23,6 @@ EXTRAS = {"tpu", "cuda", "jetstream", "ray", "gcs", "wandb", "pathways", "hf", "
 OPTIONAL_MODULES = {
     "datasets": "hf",
     "gcsfs": "gcs",
-    "grpc": "jetstream",
     "jetstream": "jetstream",
     "pathwaysutils": "pathways",
     "ray": "ray",

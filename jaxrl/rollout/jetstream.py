@@ -250,8 +250,6 @@ _PROCESS = token_utils.process_result_tokens
 
 def start_server(engine: JetStreamEngine, port: int) -> server_lib.JetStreamServer:
     """JetStream's gRPC server over ``engine``; runs in threads until its ``stop``."""
-    import grpc
-
     # JetStream 0.2.2 cleans up prefixes with jax.tree_map, which is gone; ours end with their last reference.
     orchestrator.delete_pytree = lambda prefix: None
     token_utils.process_result_tokens = _process_result_tokens
@@ -263,6 +261,6 @@ def start_server(engine: JetStreamEngine, port: int) -> server_lib.JetStreamServ
         interleaved_mode=True,
     )
     threads = max(64, engine.max_concurrent_decodes)
-    server = server_lib.JetStreamServer(driver, threads, port, grpc.insecure_server_credentials())
+    server = server_lib.JetStreamServer(driver, threads, port, server_lib.grpc.insecure_server_credentials())
     server.start()
     return server
