@@ -34,6 +34,7 @@ from jaxrl.step import (
     make_train_step,
     state_shardings,
 )
+from jaxrl.storage import Folder
 
 logger = logging.getLogger("jaxrl")
 
@@ -204,18 +205,18 @@ def assemble(config: RunConfig) -> Assembly:
     return parts
 
 
-def split_checkpoint(path: str, key: str) -> tuple[Path, int | None]:
-    """A run's folder, or <folder>/checkpoints/<step>, as (folder, step or None for the newest)."""
-    folder = Path(path).expanduser()
-    step = None
+def split_checkpoint(path: str, key: str) -> tuple[str, int | None]:
+    """A run's folder (local or gs://), or <folder>/checkpoints/<step>, as (folder, step or None for the
+    newest)."""
+    folder, step = Folder(path), None
     if folder.parent.name == "checkpoints" and folder.name.isdigit():
         folder, step = folder.parent.parent, int(folder.name)
-    if not (folder / "checkpoints").is_dir():
+    if not (folder / "checkpoints").exists():
         raise ConfigError(
             f"{path!r}: needs the folder of a run with checkpoints in it, or one <run>/checkpoints/<step>",
             key,
         )
-    return folder, step
+    return folder.path, step
 
 
 def _step_of(checkpoints: Checkpoints, step: int | None) -> int:

@@ -8,12 +8,15 @@ python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.pat
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +37,7 @@ from jaxrl.rollout.scheduler import rollout
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
 from jaxrl.stages import step_key
+from jaxrl.storage import Folder, is_remote
 
 EVAL_STREAM = 2**31
 """Names evaluation's random numbers, apart from every training step's."""
@@ -153,7 +157,14 @@ def config_of_run(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     at = argv.index("--run")
     run = argv[at + 1] if at + 1 < len(argv) else ""
     folder, _ = split_checkpoint(run, "--run")
-    return run, [*argv[:at], *argv[at + 2 :], "--config", str(folder / "config.yaml")]
+    if is_remote(folder):
+        text = Folder(folder).read("config.yaml")
+        if text is None:
+            raise ConfigError(f"{folder}/config.yaml: missing; a run writes it there", "--run")
+        folder = tempfile.mkdtemp(prefix="jaxrl-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        Path(folder, "config.yaml").write_bytes(text)
+    return run, [*argv[:at], *argv[at + 2 :], "--config", f"{folder}/config.yaml"]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,8 @@
 """python -m jaxrl.export: a checkpoint as a complete Hugging Face folder.
 
+The parameters lie sharded on the devices, the host holds one tensor at a time, and the folder gets its
+name when it is complete: a failure leaves none.
+
 python -m jaxrl.export --run runs/quickstart --output exported/
 python -m jaxrl.export --run runs/quickstart/checkpoints/40 --output exported/ --dtype bfloat16
 """
@@ -24,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
 
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>")
+        parser.add_argument(
+            "--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; or gs://"
+        )
         parser.add_argument("--output", metavar="DIR", help="folder to write; must not exist")
         parser.add_argument("--dtype", choices=DTYPES, help="type of the weights; default: model.param_dtype")
 
@@ -42,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     parts = assemble(dataclasses.replace(config, init_from=run))
     params = parts.initial_params()
     dtype = given.dtype or config.model.param_dtype
-    hf.save_folder(params, parts.model, given.output, parts.folder or parts.tokenizer, dtype=dtype)
-    if config.model.tokenizer and parts.folder:
-        parts.tokenizer.save(given.output)
+    source = parts.folder or parts.tokenizer
+    own_tokenizer = parts.tokenizer.save if config.model.tokenizer and parts.folder else None
+    hf.save_folder(params, parts.model, given.output, source, dtype=dtype, finish=own_tokenizer)
     print(f"exported {run} to {given.output} ({dtype})")
     return 0
 

@@ -48,7 +48,8 @@ def open_run_dir(config: RunConfig) -> Checkpoints:
             _set_aside(run)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / CONFIG_FILE).write_text(to_yaml(config))
-        if run.remote:
+        if config.checkpoint.output_dir is not None:
+            run.make()
             run.write(CONFIG_FILE, to_yaml(config).encode())
             _fetch_metrics(config, run)
     distributed.barrier("run folder")

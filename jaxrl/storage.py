@@ -143,6 +143,8 @@ def _file_system(remote: bool) -> Any:
         # gcsfs's own choice asks Google, with credentials, for the kind of each bucket, and warns each time.
         for name in ("gs", "gcs"):
             fsspec.register_implementation(name, gcsfs.core.GCSFileSystem, clobber=True)
+        # TensorStore then looks for no credentials either.
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "emulator")
     # Arrays are written by TensorStore, of which a cached listing (ours, Orbax's) would not know.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
     return fsspec.filesystem("gcs", finalize_on_close=True)

@@ -20,18 +20,14 @@ import logging
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 import warnings
-from collections.abc import Iterator
 
+import gcs_emulator
 import numpy as np
 
-BUCKET = "bucket"
 WRONG = 9
 
 
@@ -111,28 +107,6 @@ def run_round(run_dir: str, number: int, seconds: float) -> tuple[int, int]:
     return resumed, max([resumed, *(int(step) for word, step in told if word == "complete")])
 
 
-@contextlib.contextmanager
-def emulator() -> Iterator[str]:
-    """A GCS emulator over HTTP, named by the environment. Gives the address of its bucket."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host", "localhost"]
-    command += ["--port", str(port), "--default-bucket", BUCKET, "-M", "-q"]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    url = f"http://localhost:{port}"
-    os.environ |= {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
-    try:
-        while server.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(url)
-                break
-            time.sleep(0.1)
-        yield f"gs://{BUCKET}"
-    finally:
-        server.kill()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,8 +123,11 @@ def main() -> None:
 
     import jaxrl.checkpoint  # noqa: F401
 
-    place = emulator() if options.gcs else tempfile.TemporaryDirectory()
-    with place as root:
+    with contextlib.ExitStack() as stack:
+        if options.gcs:
+            root = gcs_emulator.use(stack.enter_context(gcs_emulator.emulator()))
+        else:
+            root = stack.enter_context(tempfile.TemporaryDirectory())
         run_dir, newest, interrupted = f"{root}/run", 0, 0
         for number in range(options.rounds):
             resumed, complete = run_round(run_dir, number, options.seconds or (5 if options.gcs else 1))

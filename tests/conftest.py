@@ -1,14 +1,10 @@
 """Tests run on eight virtual CPU devices; the flags must be set before jax starts its backend."""
 
 import atexit
+import importlib.util
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
 import uuid
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,39 +28,22 @@ def fixtures() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def _gcs_server():
-    """A GCS emulator over HTTP, without credentials; the environment names it as long as the session
-    lasts."""
-    pytest.importorskip("gcsfs")
-    pytest.importorskip("gcp_storage_emulator")
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "gcp_storage_emulator",
-        "start",
-        "--host",
-        "localhost",
-        "--port",
-        str(port),
-    ]
-    server = subprocess.Popen([*command, "--default-bucket", "bucket", "-M", "-q"], stderr=subprocess.DEVNULL)
-    url = f"http://localhost:{port}"
-    for _ in range(300):
-        try:
-            urllib.request.urlopen(url)
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield url
-    server.kill()
+def _gcs():
+    """(scripts/gcs_emulator.py, URL of a running one)"""
+    if not all(map(importlib.util.find_spec, ("gcsfs", "gcp_storage_emulator"))):
+        pytest.skip("needs gcsfs and gcp-storage-emulator")
+    path = pathlib.Path(__file__).parents[1] / "scripts" / "gcs_emulator.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.emulator() as url:
+        yield module, url
 
 
 @pytest.fixture
-def gcs(_gcs_server, monkeypatch) -> str:
-    """A folder of its own in the emulator's ``bucket``."""
-    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
-        monkeypatch.setenv(name, _gcs_server)
+def gcs(_gcs, monkeypatch) -> str:
+    """A folder of its own in the bucket ``bucket`` of a GCS emulator over HTTP, without credentials."""
+    module, url = _gcs
+    for name in module.VARIABLES:
+        monkeypatch.setenv(name, url)
     return uuid.uuid4().hex

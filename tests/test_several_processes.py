@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -50,7 +53,7 @@ def broken(token_ids):
 """
 
 
-def start(folder, name, number=0, count=1, port=0, *overrides):
+def start(folder, name, number=0, count=1, port=0, *overrides, program=("-m", "jaxrl.train")):
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // count}"
     if count > 1:
@@ -59,7 +62,7 @@ def start(folder, name, number=0, count=1, port=0, *overrides):
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(number),
         }
-    command = [sys.executable, "-m", "jaxrl.train", "--config", str(folder / "c.yaml")]
+    command = [sys.executable, *program, "--config", str(folder / "c.yaml")]
     command += [f"name={name}", f"output_dir={folder}/runs", *overrides]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -115,6 +118,65 @@ def test_two_processes_agree_with_one(folder):
         jax.tree.leaves(parameters(folder, "alone")), jax.tree.leaves(parameters(folder, "both")), strict=True
     ):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-5)
+
+
+WITHOUT_OUR_HANDLER = """
+import sys
+from jaxrl import distributed, train
+from jaxrl.settings import parse
+
+config, _ = parse(sys.argv[1:], prog="mine", description="")
+distributed.start()
+sys.exit(train.run(config))
+"""
+
+
+def interrupt(folder, name, victim, program=("-m", "jaxrl.train")):
+    """Two processes, one of which gets SIGTERM after a step or two; the step they saved."""
+    port = free_port()
+    overrides = ("steps=1000", "checkpoint.every=0", "resume=auto")
+    both = [start(folder, name, number, 2, port, *overrides, program=program) for number in range(2)]
+    path = folder / "runs" / name / "metrics.jsonl"
+    before = sum('"step"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+    while all(p.poll() is None for p in both):
+        lines = path.read_text().splitlines() if path.exists() else []
+        if sum('"step"' in line for line in lines) > before + 2:  # an event, and two steps
+            break
+        time.sleep(0.05)
+    both[victim].send_signal(signal.SIGTERM)
+    outputs = [p.communicate(timeout=600) for p in both]
+    assert [p.returncode for p in both] == [75, 75], outputs
+    step = Checkpoints.list_steps(folder / "runs" / name)[-1]
+    assert [m["step"] for m in logged(folder, name)] == list(range(1, step + 1))
+    return step
+
+
+@pytest.mark.slow
+def test_processes_stop_together_and_another_number_continues(folder):
+    """Whoever gets the signal, ours or JAX's own notice; then one process goes on, as two would have."""
+    first = interrupt(folder, "both", victim=1, program=("-c", WITHOUT_OUR_HANDLER))
+    second = interrupt(folder, "both", victim=1)
+    assert second > first
+    shutil.copytree(folder / "runs" / "both", folder / "runs" / "alone")
+    overrides = (f"steps={second + 1}", "resume=must")
+    alone = start(folder, "alone", 0, 1, 0, *overrides)
+    port = free_port()
+    both = [start(folder, "both", number, 2, port, *overrides) for number in range(2)]
+    outputs = [p.communicate(timeout=600) for p in [alone, *both]]
+    assert [p.returncode for p in [alone, *both]] == [0, 0, 0], outputs
+    one, two = logged(folder, "alone"), logged(folder, "both")
+    assert one[-1]["step"] == second + 1 and one[-1]["reward/mean"] == two[-1]["reward/mean"]
+    for item in ("params", "optimizer"):
+        restored, again = (arrays(folder, name, second, item) for name in ("alone", "both"))
+        after, after_again = (arrays(folder, name, second + 1, item) for name in ("alone", "both"))
+        for name in restored:
+            np.testing.assert_array_equal(restored[name], again[name])
+            np.testing.assert_allclose(after[name], after_again[name], atol=1e-5)
+
+
+def arrays(folder, name, step, item):
+    with Checkpoints(folder / "runs" / name, read_only=True) as checkpoints:
+        return dict(checkpoints.arrays(step, item))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,7 @@ def save_folder(
     tokenizer_from: Any = None,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a complete Hugging Face folder.
 
@@ -271,6 +272,7 @@ def save_folder(
             config.json are taken over), or a tokenizer with ``save(folder)``, or None.
         dtype: of the tensors in the files; default: that of the parameters.
         max_shard_bytes: larger models are cut into files of this size with an index.
+        finish: gets the folder before it has its name, to add to it or replace in it.
 
     Raises:
         ConfigError: ``out`` is there already and not empty.
@@ -293,6 +295,8 @@ def save_folder(
         config = _config_json(model.config, tokenizer_from, dtypes["model.embed_tokens.weight"])
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _side_files(temporary, tokenizer_from)
+        if finish is not None:
+            finish(temporary)
         if out.exists():
             out.rmdir()
         temporary.rename(out)

@@ -1,0 +1,235 @@
+"""Stopping and continuing, at any moment: in-process at every safe point, and by real signals."""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+
+from jaxrl import preemption, stages, train
+from jaxrl.checkpoint import Checkpoints
+from jaxrl.config import ConfigError, run_cli
+
+# Settings and helpers of the tiny run, shared with the tests of the loop.
+_spec = importlib.util.spec_from_file_location(
+    "loop_tests", pathlib.Path(__file__).with_name("test_train.py")
+)
+loop_tests = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(loop_tests)
+configure, one_device = loop_tests.configure, loop_tests.one_device
+metrics_of, arrays_of, assert_same_bits = (
+    loop_tests.metrics_of,
+    loop_tests.arrays_of,
+    loop_tests.assert_same_bits,
+)
+
+EVERYTHING = [
+    "steps=3",
+    "algo.kl_coef=0.1",
+    "algo.num_minibatches=2",
+    "eval.every=2",
+    "eval.at_start=true",
+    "eval.limit=3",
+    "checkpoint.every=2",
+    "data.workers=0",
+]
+PHASES = {  # phase -> (where the signal comes, at which call, last whole step)
+    "the first compile": ("refresh", 1, 0),
+    "the first evaluation": ("evaluation", 1, 0),
+    "the rollout": ("_report", 1, 0),
+    "the scoring": ("score", 2, 1),
+    "the update": ("update", 1, 1),
+    "an evaluation": ("evaluation", 2, 2),
+    "saving": ("save", 1, 2),
+}
+STRAIGHT: list = []
+"""Metrics and last arrays of the uninterrupted run, made by the first test that needs them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch, phase):
+    where, call, last = PHASES[phase]
+    if not STRAIGHT:
+        straight = configure("name=straight", *EVERYTHING)
+        assert train.run(straight) == 0
+        STRAIGHT.extend([metrics_of(straight), arrays_of(straight, 3)])
+    metrics, arrays = STRAIGHT
+    config = configure("name=parts", "resume=auto", *EVERYTHING)
+    stop, calls = threading.Event(), []
+
+    def stopping(function):
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == call:
+                stop.set()
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    owner = {"_report": stages, "score": stages, "save": Checkpoints}.get(where, train)
+    with monkeypatch.context() as patch:
+        if where == "refresh":
+            check = stopping(preemption.check)
+            patch.setattr(train, "check", check)
+        else:
+            patch.setattr(owner, where, stopping(getattr(owner, where)))
+        assert train.run(config, stop) == train.INTERRUPTED
+    assert Checkpoints.list_steps(config.run_dir)[-1] == last
+    text = (config.run_dir / "metrics.jsonl").read_text()
+    (event,) = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line]
+    assert event["step"] == last
+    if phase == "the scoring":
+        assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
+
+    assert train.run(config) == 0
+    assert metrics_of(config) == metrics
+    assert_same_bits(arrays_of(config, 3), arrays)
+    record = json.loads((config.run_dir / "checkpoints" / "2" / "complete.json").read_text())
+    assert record["metrics"]["eval/pass_at_1"] == metrics[2]["eval/pass_at_1"]
+
+
+def test_what_is_thrown_away_is_said(configure, caplog):
+    config = configure(*EVERYTHING)
+
+    class Late(threading.Event):
+        def is_set(self):
+            return "step_000001" in str(list((config.run_dir / "samples").glob("*")))
+
+    with caplog.at_level("WARNING"):
+        assert train.run(config, Late()) == train.INTERRUPTED
+    assert "16 samples" in caplog.text and "sampled again, the very same" in caplog.text
+
+
+BUSY = """
+import hashlib, sys, threading
+from jaxrl.preemption import INTERRUPTED, stop_on_signal
+
+with stop_on_signal(float(sys.argv[1])) as stop:
+    print("ready", flush=True)
+    if sys.argv[2] == "compiling":  # the main thread is in C code, where Python's signal handlers do not run
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+    stop.wait(60)
+    if sys.argv[2] == "obeying":
+        sys.exit(INTERRUPTED)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "grace, manner, signals, code",
+    [(60, "obeying", 1, 75), (60, "compiling", 2, 76), (0.2, "compiling", 1, 76), (0.2, "ignoring", 1, 76)],
+)
+def test_signals_and_the_deadline(grace, manner, signals, code):
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", BUSY, str(grace), manner]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        line = process.stderr.readline()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    if code == 76:
+        assert "The last complete checkpoint is as it was" in line + errors
+
+
+def test_jax_says_nothing_without_its_service():
+    assert not preemption.announced(1)
+
+
+@pytest.mark.slow
+@pytest.mark.all_devices
+def test_another_mesh_continues_the_run(configure, monkeypatch):
+    """Parameters and moments are those that were saved, and the next step is equal to 1e-5."""
+    common = ["steps=2", "checkpoint.every=1", "batch.micro_batch_tokens=128", "optim.eps=1e-2"]
+    saved = configure("name=saved", "mesh={data: 1, fsdp: 2, tensor: 4}", *common)
+    assert train.run(saved) == 0
+    first, second = arrays_of(saved, 1), arrays_of(saved, 2)
+    devices = jax.devices()
+    for name, mesh in {
+        "one": "{data: 1}",
+        "four": "{data: 2, fsdp: 2, tensor: 1}",
+        "eight": "{data: 8}",
+    }.items():
+        moved = configure(f"name={name}", f"mesh={mesh}", "resume=must", *common)
+        shutil.copytree(saved.run_dir, moved.run_dir)
+        shutil.rmtree(moved.run_dir / "checkpoints" / "2")
+        count = {"one": 1, "four": 4, "eight": 8}[name]
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "devices", lambda *_, count=count: devices[:count])
+            assert train.run(moved) == 0
+        assert_same_bits(arrays_of(moved, 1), first)
+        for x, y in zip(jax.tree.leaves(arrays_of(moved, 2)), jax.tree.leaves(second), strict=True):
+            assert abs(x.astype(float) - y.astype(float)).max(initial=0) < 1e-5
+        assert metrics_of(moved)[1]["reward/mean"] == metrics_of(saved)[1]["reward/mean"]
+
+
+def test_changed_settings_follow_the_rules(configure, caplog):
+    config = configure("steps=1", "resume=auto")
+    train.run(config)
+
+    def again(*overrides):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            return train.run(configure("steps=2", "resume=auto", *overrides))
+
+    for override, message in [
+        ("optim.moment_dtype=bfloat16", r"is float32, this run's is bfloat16.*init_from"),
+        ("model.scratch.intermediate_size=40", r"has shape .*init_from"),
+        ("seed=4", "all its random numbers depend on it"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            again(override)
+    assert again("optim.learning_rate=1e-4", "data.options.rows=9", "metrics.samples_per_step=3") == 0
+    assert "optim.learning_rate was 0.01, now 0.0001: applies from here on" in caplog.text
+    assert "data.options.rows was 10, now 9: from here on the data is another" in caplog.text
+    assert "rows was 10, now it is 9; continuing at row 4 of the new one" in caplog.text
+    assert "samples_per_step" not in caplog.text
+    assert [m["optim/learning_rate"] for m in metrics_of(config)] == [1e-2, pytest.approx(1e-4)]
+
+
+@pytest.mark.slow
+def test_verify_resume_tells_exact_from_not(configure, tmp_path, capsys):
+    """A reward that depends on when it is called cannot be continued exactly, and is found out."""
+    (tmp_path / "fickle.py").write_text(
+        "import time\n\ndef fickle(token_ids):\n    return [time.monotonic() % 1 for _ in token_ids]\n"
+    )
+    base = [f"output_dir={tmp_path}/out", "--config", str(tmp_path / "tiny.yaml"), "--verify-resume"]
+    assert run_cli(train.main, [*base, "eval.every=2", "eval.limit=3"]) == 0
+    out = capsys.readouterr().out
+    assert "resume is exact" in out and "tokens" in out and "optimizer" in out and "DIFFERENT" not in out
+    assert list((tmp_path / "out").iterdir()) == []
+    reward = f"rewards.terms=[{{name: '{tmp_path}/fickle.py:fickle'}}]"
+    assert run_cli(train.main, [*base, reward]) == 1
+    assert "DIFFERENT: step_000001.jsonl row 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_lives_in_a_bucket(configure, gcs, tmp_path):
+    """Checkpoints in gs://, resumed on a machine that has nothing of the run."""
+    bucket = f"checkpoint.output_dir=gs://bucket/{gcs}"
+    straight = configure("name=straight", "steps=3")
+    train.run(straight)
+    config = configure("name=run", "steps=2", "resume=auto", "checkpoint.every=1", bucket)
+    assert train.run(config) == 0
+    assert Checkpoints.list_steps(config.checkpoint_run) == [1, 2]
+    assert not (config.run_dir / "checkpoints").exists()
+    with pytest.raises(ConfigError, match="resume"):
+        train.run(configure("name=run", "steps=3", bucket))
+    shutil.rmtree(config.run_dir)
+    assert train.run(configure("name=run", "steps=3", "resume=must", "checkpoint.every=1", bucket)) == 0
+    assert metrics_of(config) == metrics_of(straight)
+    with Checkpoints(config.checkpoint_run, read_only=True) as checkpoints:
+        assert_same_bits(checkpoints.raw(3), arrays_of(straight, 3))
+    assert train.run(configure("name=run", "steps=1", "resume=never", bucket)) == 0
+    assert Checkpoints.list_steps(config.checkpoint_run) == [1]
