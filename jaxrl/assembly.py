@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints, shapes_with
 from jaxrl.config import ConfigError
-from jaxrl.data.packing import micro_batches_needed
+from jaxrl.data.packing import BatchShape
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.engine import Engine
@@ -76,13 +76,17 @@ class Assembly:
         return -(-longest // 8) * 8 if config.batch.row_tokens is None else longest
 
     @property
-    def batch_shape(self) -> tuple[int, int, int]:
-        """(M, R, T) of the update's batch: most micro-batches, rows of one, tokens of a row."""
+    def batch_shape(self) -> BatchShape:
+        """The static shape of the update's batch."""
         config = self.config
-        rows, length = config.batch.shape(self.longest_tokens, batch_shards(self.mesh))
         group = 1 if config.algo.supervised else config.rollout.group_size
-        sequences = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
-        return micro_batches_needed(sequences, self.longest_tokens, length, rows), rows, length
+        return config.batch.shape(
+            -(-config.data.prompts_per_step * group // config.algo.num_minibatches),
+            self.longest_tokens,
+            num_shards=batch_shards(self.mesh),
+            group_size=group,
+            completion_tokens=config.rollout.max_new_tokens,
+        )
 
     @property
     def vocab_limit(self) -> int:

@@ -113,6 +113,26 @@ class Rollouts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+    """Where attention finds the tokens of rows that hold a prompt once for several completions.
+
+    Attention runs over A rows of Ta tokens for each row of the batch, in which every completion has its
+    prompt in front of it; all else is computed on the row itself. A copy of a prompt begins at a multiple of
+    ``page`` tokens, so that copies lie alike within their pages. Arrays are int32.
+    """
+
+    source: Any
+    """[M, R, A, Ta]; index into T of each token, T for padding."""
+    segment_ids: Any
+    """[M, R, A, Ta]; 1, 2, ... number the sequences of an attention row, 0 is padding."""
+    back: Any
+    """[M, R, T]; index into A * Ta of the copy whose output counts, A * Ta for padding."""
+    page: int = dataclasses.field(metadata={"static": True})
+    """Divides Ta."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Packed rows for scoring and update. All arrays [M, R, T] (one micro-batch: [R, T])."""
 
@@ -121,7 +141,8 @@ class TrainBatch:
     positions: Any
     """int32; restart at 0 for each sequence."""
     segment_ids: Any
-    """int32; 1, 2, ... number the sequences of a row, 0 is padding."""
+    """int32; 1, 2, ... number the sequences of a row (a shared prompt has the number of the first sequence
+    behind it), 0 is padding."""
     loss_mask: Any
     """float32; 1 at completion tokens the policy chose and the loss scores."""
     loss_weights: Any
@@ -134,6 +155,10 @@ class TrainBatch:
     """float32 or None: None means the policy itself (first update after a rollout, ratio exactly 1)."""
     ref_log_probs: Any = None
     """float32 or None: None when no KL term is used."""
+    predictors: Any = None
+    """int32 index into T of the token whose hidden state predicts this one; None: always the one before."""
+    attention: AttentionLayout | None = None
+    """None: the rows are what attention sees."""
 
 
 @jax.tree_util.register_dataclass

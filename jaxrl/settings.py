@@ -241,6 +241,11 @@ class RunConfig:
                 ["data.max_prompt_tokens"],
                 "supervised rows are limited by batch.row_tokens",
             ),
+            (
+                supervised or self.rollout.group_size == 1,
+                ["batch.share_prompts"],
+                "no prompt has several completions to share it",
+            ),
             (self.optim.schedule == "constant", ["optim.final_fraction"], schedule),
             (
                 not self.checkpoint.keep_best,

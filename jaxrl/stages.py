@@ -160,6 +160,8 @@ def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
                 tokens=np.concatenate([prompt, completion]).astype(np.int32),
                 loss_mask=np.concatenate([before, rollouts.loss_mask[i]]),
                 rollout_log_probs=np.concatenate([before, rollouts.rollout_log_probs[i]]),
+                group=i // rollouts.group_size,
+                prompt_tokens=len(prompt),
             )
         )
     return found
@@ -282,10 +284,7 @@ def mean_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex]:
     """Packed and on device: batch [M, R, T], number of real micro-batches, and where each sequence lies."""
-    most, rows, length = parts.batch_shape
-    batch, count, index = pack(
-        sequences, row_tokens=length, rows_per_micro_batch=rows, max_micro_batches=most
-    )
+    batch, count, index = pack(sequences, parts.batch_shape)
     return put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES)), put(np.int32(count), parts.mesh), index
 
 

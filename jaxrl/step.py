@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.algorithms import losses
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import merge_metrics, policy_loss
 from jaxrl.batch import TrainBatch, TrainState
 from jaxrl.config import setting
 from jaxrl.models import Model
+from jaxrl.models.layout import take
+from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import Implementation, token_log_probs
 from jaxrl.sharding import BATCH_AXES, named
 
@@ -151,25 +153,35 @@ def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainSta
     return TrainState(params=params, opt_state=opt_state, updates=updates, skipped_in_a_row=skipped)
 
 
-def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [R, T] of one micro-batch's scored tokens, 0 elsewhere.
+def predicting_states(spec: StepSpec, params, micro: TrainBatch) -> jax.Array:
+    """[R, T, D] hidden states of one micro-batch, each at the token that it predicts.
 
-    The one place where logits are shifted against tokens: the hidden state at t - 1 predicts the token at t.
-    A sequence's first token is never scored, so what rolls in from its left does not matter.
+    The one place where logits are shifted against tokens: the state at t - 1 predicts the token at t, or that
+    at ``predictors`` where a prompt is shared. A sequence's first token is never scored, so what predicts it
+    does not matter.
     """
-    hidden, _ = spec.model.hidden_states(params, micro.tokens, micro.positions, micro.segment_ids)
-    out = token_log_probs(
-        jnp.roll(hidden, 1, axis=1),
-        spec.model.head(params).astype(hidden.dtype),
-        micro.tokens,
-        temperature=spec.temperature,
-        soft_cap=spec.model.config.final_soft_cap,
-        vocab_limit=spec.vocab_limit,
-        mask=micro.loss_mask > 0,
-        mesh=spec.mesh,
-        implementation=spec.log_prob_implementation,
+    hidden, _ = spec.model.hidden_states(
+        params, micro.tokens, micro.positions, micro.segment_ids, micro.attention
     )
+    return jnp.roll(hidden, 1, axis=1) if micro.predictors is None else take(hidden, micro.predictors)
+
+
+def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies [R, T] of one micro-batch's scored tokens, 0 elsewhere."""
+    hidden = predicting_states(spec, params, micro)
+    head = spec.model.head(params).astype(hidden.dtype)
+    out = token_log_probs(hidden, head, micro.tokens, mask=micro.loss_mask > 0, **_head_options(spec))
     return out.log_probs, out.entropies
+
+
+def _head_options(spec: StepSpec) -> dict[str, Any]:
+    return {
+        "temperature": spec.temperature,
+        "soft_cap": spec.model.config.final_soft_cap,
+        "vocab_limit": spec.vocab_limit,
+        "mesh": spec.mesh,
+        "implementation": spec.log_prob_implementation,
+    }
 
 
 def _micro_batch(batch: TrainBatch, i) -> TrainBatch:
@@ -198,16 +210,28 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     finite, or in which no token has weight, leaves parameters and optimizer state as they were.
     """
 
+    def token_loss(log_probs, entropies, micro: TrainBatch):
+        return losses.policy_loss(log_probs, entropies, micro, spec.algo)
+
     def micro_loss(params, micro: TrainBatch):
-        log_probs, entropies = token_statistics(spec, params, micro)
-        return policy_loss(log_probs, entropies, micro, spec.algo)
+        hidden = predicting_states(spec, params, micro)
+        return policy_loss(
+            hidden,
+            spec.model.head(params).astype(hidden.dtype),
+            micro.tokens,
+            micro.loss_mask > 0,
+            dataclasses.replace(micro, predictors=None, attention=None),  # what is left is [R, T]
+            token_loss,
+            token_local=losses.token_local(spec.algo),
+            **_head_options(spec),
+        )
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
     def train(state: TrainState, batch: TrainBatch, num_micro_batches):
         def body(i, carry):
             (_, metrics), grads = gradient(state.params, _micro_batch(batch, i))
-            metrics = merge_metrics(carry[0], metrics)
+            metrics = losses.merge_metrics(carry[0], metrics)
             return metrics, jax.tree.map(jnp.add, carry[1], _float32(grads))
 
         (_, metrics), grads = jax.eval_shape(

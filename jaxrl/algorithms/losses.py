@@ -133,6 +133,17 @@ def policy_loss(
     return losses["loss/total"], jax.lax.stop_gradient({**losses, **_metrics(terms, config)})
 
 
+def token_local(config: AlgoConfig) -> bool:
+    """Whether the loss of a token depends on nothing of the other tokens (see ``ops.policy_loss``)."""
+    corrected = config.sampler_correction != "none" and not config.supervised
+    return (
+        config.objective in OBJECTIVES
+        and config.ratio_level == "token"
+        and config.off_policy_mask is None
+        and not (corrected and config.sampler_level == "sequence")
+    )
+
+
 def loss_weights(
     num_tokens: np.ndarray,
     config: AlgoConfig,

@@ -1,17 +1,19 @@
 """Packing: ragged sequences into rows of one length, with nothing lost and few tokens of padding.
 
 All shapes are static: [M, R, T] with M the most micro-batches an update can need. How many are real is
-returned beside the arrays, for the loop on the device to stop there.
+returned beside the arrays, for the loop on the device to stop there. A prompt that several completions begin
+with is held once in each row that has some of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from jaxrl.batch import TrainBatch
+from jaxrl.batch import AttentionLayout, TrainBatch
 from jaxrl.config import ConfigError, setting
 
 _PER_TOKEN = (
@@ -25,6 +27,24 @@ _PER_TOKEN = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The static shape of an update's batch."""
+
+    micro_batches: int
+    """M: the most that an update can need."""
+    rows: int
+    """R: rows of a micro-batch, a multiple of the devices that they are spread over."""
+    tokens: int
+    """T: tokens of a row."""
+    attention_rows: int | None = None
+    """A: rows of attention for each row; None: prompts are not shared, and attention sees the rows."""
+    attention_tokens: int = 0
+    """Ta: tokens of a row of attention."""
+    page: int = 1
+    """Divides Ta: see ``batch.AttentionLayout``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """How the sequences of an update are laid out. It decides memory and speed, never the gradient."""
 
@@ -33,7 +53,12 @@ class BatchConfig:
         "tokens of one forward and backward pass over all devices, padding included; sets the peak memory",
     )
     row_tokens: int | None = setting(
-        None, "tokens of a packed row; null: as long as the longest sequence can be (prompt + completion)"
+        None,
+        "tokens of a packed row; null: what a device has of a micro-batch where prompts are shared, else as "
+        "long as the longest sequence can be (prompt + completion)",
+    )
+    share_prompts: bool = setting(
+        True, "compute a prompt once for the completions of its group that lie in the same row"
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:
@@ -47,18 +72,37 @@ class BatchConfig:
                 f"{self.micro_batch_tokens} is less than one row, of batch.row_tokens {self.row_tokens}",
             )
 
-    def shape(self, longest_tokens: int, num_shards: int = 1) -> tuple[int, int]:
-        """(R, T): rows of a micro-batch and tokens of a row.
+    def shape(
+        self,
+        num_sequences: int,
+        longest_tokens: int,
+        *,
+        num_shards: int = 1,
+        group_size: int = 1,
+        completion_tokens: int = 0,
+        multiple: int = 8,
+    ) -> BatchShape:
+        """The shape in which any ``num_sequences`` sequences have room.
 
         Args:
             longest_tokens: the longest sequence there can be.
-            num_shards: devices that the rows are split over; R is a multiple of it.
+            num_shards: devices that the rows are split over.
+            group_size: completions of a prompt; 1: there is nothing to share.
+            completion_tokens: of ``longest_tokens``, those that are not the prompt's.
+            multiple: rows that are not given by ``row_tokens`` are a multiple of so many tokens.
 
         Raises:
             ConfigError: the longest sequence has no room in a row, or a micro-batch no room for one row on
                 each shard.
         """
-        length = self.row_tokens or longest_tokens
+        share = self.share_prompts and group_size > 1
+        longest = -(-longest_tokens // multiple) * multiple
+        if self.row_tokens is not None:
+            length = self.row_tokens
+        elif share:
+            length = max(longest, self.micro_batch_tokens // num_shards // multiple * multiple)
+        else:
+            length = longest
         if length < longest_tokens:
             raise ConfigError(
                 f"{length} has no room for the longest sequence, of {longest_tokens} (prompt + completion)",
@@ -71,7 +115,22 @@ class BatchConfig:
                 f"each data-parallel device; needed are at least {num_shards * length}",
                 "batch.micro_batch_tokens",
             )
-        return rows, length
+        most = -(-rows_needed(num_sequences, longest_tokens, length) // rows)
+        if not share:
+            return BatchShape(micro_batches=most, rows=rows, tokens=length)
+        prompt = longest_tokens - completion_tokens
+        group = prompt + group_size * completion_tokens
+        held, rest = length // group * group_size, length % group
+        held += max(0, rest - prompt) // max(1, completion_tokens)
+        return BatchShape(
+            micro_batches=most,
+            rows=rows,
+            tokens=length,
+            # Completions shorter than the longest repeat their prompt more often for the same tokens.
+            attention_rows=max(1, length // longest_tokens, held + held // 2),
+            attention_tokens=longest,
+            page=max(d for d in range(1, max(8, longest // 16) + 1) if longest % d == 0),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +148,10 @@ class Sequence:
     old_log_probs: np.ndarray | None = None
     """None in every sequence: the batch has none. The same holds for ref_log_probs."""
     ref_log_probs: np.ndarray | None = None
+    group: int | None = None
+    """Sequences of one group begin with the same prompt; None: it shares nothing."""
+    prompt_tokens: int = 0
+    """Length of that prompt; none of its tokens is scored."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -100,8 +163,13 @@ class PackIndex:
 
     micro_batch: np.ndarray
     row: np.ndarray
+    prompt_start: np.ndarray
+    prompt_tokens: np.ndarray
+    """Tokens from prompt_start on that it shares; 0 where nothing is shared."""
     start: np.ndarray
+    """Of what is its own."""
     length: np.ndarray
+    """Of what is its own."""
 
 
 def rows_needed(num_sequences: int, longest_tokens: int, row_tokens: int) -> int:
@@ -113,105 +181,217 @@ def rows_needed(num_sequences: int, longest_tokens: int, row_tokens: int) -> int
     return -(-num_sequences // max(1, row_tokens // longest_tokens))
 
 
-def micro_batches_needed(
-    num_sequences: int, longest_tokens: int, row_tokens: int, rows_per_micro_batch: int
-) -> int:
-    """M: most micro-batches that any such sequences take (see ``rows_needed``)."""
-    return -(-rows_needed(num_sequences, longest_tokens, row_tokens) // rows_per_micro_batch)
-
-
-def pack(
-    sequences: list[Sequence], *, row_tokens: int, rows_per_micro_batch: int, max_micro_batches: int
-) -> tuple[TrainBatch, int, PackIndex]:
+def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int, PackIndex]:
     """Sequences in rows: (batch of numpy arrays [M, R, T], number of non-empty micro-batches, index).
 
-    First-fit decreasing finds how many micro-batches are needed; the sequences are then spread evenly over
-    their rows, longest first, each into the emptiest row, so that devices that share the rows have like
-    numbers of tokens. The result depends on the lengths and their order only.
-
-    Args:
-        row_tokens: T.
-        rows_per_micro_batch: R.
-        max_micro_batches: M; see ``micro_batches_needed``.
+    First-fit decreasing finds how many micro-batches are needed, a group next to each other as far as it
+    fits. Where whole groups can be spread evenly over the rows of so many micro-batches, longest first, each
+    into the emptiest row, they are, so that devices that share the rows have like numbers of tokens. The
+    result depends on the lengths and their order only.
 
     Raises:
-        ConfigError: a sequence is longer than a row, or all of them need more than M micro-batches.
-        ValueError: an empty sequence, an array of the wrong length, or old or ref log-probs in only some
-            sequences.
+        ConfigError: a sequence is longer than a row, or all of them need more micro-batches than M.
+        ValueError: an empty sequence, an array of the wrong length, old or ref log-probs in only some
+            sequences, or a prompt that is scored or not that of its group.
     """
     lengths = np.array([len(s) for s in sequences], np.int64)
     if (lengths == 0).any():
         raise ValueError("pack: an empty sequence")
-    if (lengths > row_tokens).any():
+    longest = min(shape.tokens, shape.attention_tokens) if shape.attention_rows else shape.tokens
+    if (lengths > longest).any():
         raise ConfigError(
-            f"a sequence of {lengths.max()} tokens has no room in a row of {row_tokens}",
+            f"a sequence of {lengths.max()} tokens has no room in a row of {longest}",
             "batch.row_tokens",
         )
-    row_of, num_rows = _first_fit(lengths, row_tokens)
-    used = -(-num_rows // rows_per_micro_batch)
-    if used > max_micro_batches:
+    room = _first_fit(sequences, shape)
+    used = -(-room.num_used // shape.rows)
+    if used > shape.micro_batches:
         raise ConfigError(
-            f"{len(sequences)} sequences need {used} micro-batches of {rows_per_micro_batch} rows of "
-            f"{row_tokens} tokens, and there is room for {max_micro_batches}",
+            f"{len(sequences)} sequences need {used} micro-batches of {shape.rows} rows of {shape.tokens} "
+            f"tokens, and there is room for {shape.micro_batches}",
             "batch.micro_batch_tokens",
         )
-    spread = _emptiest_first(lengths, row_tokens, used * rows_per_micro_batch)
-    row_of = row_of if spread is None else spread
-
-    shape = (max_micro_batches, rows_per_micro_batch, row_tokens)
-    names = [n for n in _PER_TOKEN if _has(sequences, n)]
-    flat = {name: np.zeros((shape[0] * shape[1], row_tokens), np.float32) for name in names}
-    ints = {
-        name: np.zeros((shape[0] * shape[1], row_tokens), np.int32)
-        for name in ("tokens", "positions", "segment_ids")
-    }
-    filled, segments = np.zeros(len(ints["tokens"]), np.int64), np.zeros(len(ints["tokens"]), np.int64)
-    starts = np.zeros(len(sequences), np.int64)
-    for i, sequence in enumerate(sequences):
-        row, n = row_of[i], len(sequence)
-        starts[i] = filled[row]
-        place = row, slice(starts[i], starts[i] + n)
-        segments[row] += 1
-        filled[row] += n
-        ints["tokens"][place], ints["positions"][place] = sequence.tokens, np.arange(n)
-        ints["segment_ids"][place] = segments[row]
-        for name in names:
-            flat[name][place] = _values(sequence, name)
-    index = PackIndex(
-        micro_batch=row_of // rows_per_micro_batch,
-        row=row_of % rows_per_micro_batch,
-        start=starts,
-        length=lengths,
-    )
-    return TrainBatch(**{name: a.reshape(shape) for name, a in (ints | flat).items()}), used, index
+    room = _emptiest_first(sequences, shape, used * shape.rows) or room
+    batch, index = _write(sequences, shape, room)
+    return batch, used, index
 
 
 def unpack(array: np.ndarray, index: PackIndex) -> list[np.ndarray]:
     """What of ``array`` [M, R, T, ...] belongs to each sequence: B arrays [n, ...], in ``pack``'s order."""
-    places = zip(index.micro_batch, index.row, index.start, index.length, strict=True)
-    return [array[m, r, start : start + n] for m, r, start, n in places]
+
+    def piece(i: int, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        return array[index.micro_batch[i], index.row[i], start[i] : start[i] + length[i]]
+
+    return [
+        np.concatenate(
+            [piece(i, index.prompt_start, index.prompt_tokens), piece(i, index.start, index.length)]
+        )
+        for i in range(len(index.row))
+    ]
 
 
-def _first_fit(lengths: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """Row of each sequence, and the number of rows, by first-fit decreasing; equal lengths in their order."""
-    row_of = np.zeros(len(lengths), np.int64)
-    free = np.full(len(lengths), room, np.int64)
-    for i in np.argsort(-lengths, kind="stable"):
-        row_of[i] = np.argmax(free >= lengths[i])
-        free[row_of[i]] -= lengths[i]
-    return row_of, int((free < room).sum())
+class _Room:
+    """The room that is left in rows, and where sequences were put."""
+
+    def __init__(self, shape: BatchShape, num_sequences: int, num_rows: int):
+        self.shape = shape
+        self.tokens = np.full(num_rows, shape.tokens, np.int64)
+        pages = shape.attention_tokens // shape.page
+        self.pages = np.full((num_rows, shape.attention_rows or 0), pages, np.int64)
+        self.rows_of: dict[int | None, list[int]] = {}
+        """Rows that hold the prompt of a group."""
+        self.num_used = 0
+        self.place = np.zeros((num_sequences, 3), np.int64)
+        """[B, 3] row, row of attention, and its token that the sequence begins at."""
+
+    def fits(self, rows, tokens: int, length: int) -> np.ndarray:
+        """Whether ``tokens`` more fit in each of ``rows``, and a sequence of ``length`` in its attention."""
+        enough = self.tokens[rows] >= tokens
+        if self.shape.attention_rows is None:
+            return enough
+        return enough & (self.pages[rows] >= -(-length // self.shape.page)).any(-1)
+
+    def put(self, i: int, sequence: Sequence, row: int) -> bool:
+        """Put sequence ``i`` in ``row``; False when it does not fit there."""
+        shared = _shared(sequence, self.shape)
+        rows = self.rows_of.setdefault(sequence.group, []) if shared else []
+        tokens = len(sequence) - (shared if row in rows else 0)
+        if not self.fits(row, tokens, len(sequence)):
+            return False
+        if row not in rows:
+            rows.append(row)
+        self.tokens[row] -= tokens
+        self.num_used = max(self.num_used, row + 1)
+        self.place[i, 0] = row
+        if self.shape.attention_rows is not None:
+            needed = -(-len(sequence) // self.shape.page)
+            lane = int(np.argmax(self.pages[row] >= needed))
+            self.place[i, 1:] = lane, self.shape.attention_tokens - self.pages[row, lane] * self.shape.page
+            self.pages[row, lane] -= needed
+        return True
 
 
-def _emptiest_first(lengths: np.ndarray, room: int, num_rows: int) -> np.ndarray | None:
-    """Row of each sequence, longest first into the emptiest of ``num_rows``; None when one has no room."""
-    row_of = np.zeros(len(lengths), np.int64)
-    free = np.full(num_rows, room, np.int64)
-    for i in np.argsort(-lengths, kind="stable"):
-        row_of[i] = np.argmax(free)
-        free[row_of[i]] -= lengths[i]
-        if free[row_of[i]] < 0:
+def _shared(sequence: Sequence, shape: BatchShape) -> int:
+    """Tokens that the sequence can share with others."""
+    return 0 if shape.attention_rows is None or sequence.group is None else sequence.prompt_tokens
+
+
+def _groups(sequences: list[Sequence], shape: BatchShape) -> list[list[int]]:
+    """Numbers of the sequences that share a prompt; longest first, in a group and among groups."""
+    groups: dict[tuple[bool, int | None], list[int]] = {}
+    for i in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
+        shared = _shared(sequences[i], shape) > 0
+        groups.setdefault((shared, sequences[i].group if shared else i), []).append(i)
+    return list(groups.values())
+
+
+def _first_fit(sequences: list[Sequence], shape: BatchShape) -> _Room:
+    """Each sequence into a row that has its prompt, or else into the first where both have room."""
+    room = _Room(shape, len(sequences), len(sequences))
+    for i in (i for members in _groups(sequences, shape) for i in members):
+        s = sequences[i]
+        if _shared(s, shape) and any(room.put(i, s, row) for row in room.rows_of.get(s.group, ())):
+            continue
+        room.put(i, s, int(np.argmax(room.fits(slice(room.num_used + 1), len(s), len(s)))))
+    return room
+
+
+def _emptiest_first(sequences: list[Sequence], shape: BatchShape, num_rows: int) -> _Room | None:
+    """Whole groups, longest first, each into the emptiest of ``num_rows``; None when one does not fit."""
+    room = _Room(shape, len(sequences), num_rows)
+    groups = _groups(sequences, shape)
+    shared = [_shared(sequences[members[0]], shape) for members in groups]
+    sizes = [p + sum(len(sequences[i]) - p for i in m) for p, m in zip(shared, groups, strict=True)]
+    for g in np.argsort(np.negative(sizes), kind="stable"):
+        row = int(np.argmax(room.tokens))
+        if not all(room.put(i, sequences[i], row) for i in groups[g]):
             return None
-    return row_of
+    return room
+
+
+def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[TrainBatch, PackIndex]:
+    """The arrays of sequences that have their places."""
+    lead = shape.micro_batches, shape.rows
+    count, tokens = lead[0] * lead[1], shape.tokens
+    names = [n for n in _PER_TOKEN if _has(sequences, n)]
+    floats = {name: np.zeros((count, tokens), np.float32) for name in names}
+    ints = {name: np.zeros((count, tokens), np.int32) for name in ("tokens", "positions", "segment_ids")}
+    filled, segments = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    attention = None if shape.attention_rows is None else _Attention(shape, count)
+    prompts: dict[tuple[int, int | None], int] = {}
+    index = np.zeros((4, len(sequences)), np.int64)
+
+    def lay(row: int, s: Sequence, part: slice) -> int:
+        """A part of a sequence at the end of ``row``; where it begins."""
+        start, positions = filled[row], np.arange(len(s))[part]
+        place = row, slice(start, start + len(positions))
+        ints["tokens"][place], ints["positions"][place] = s.tokens[part], positions
+        ints["segment_ids"][place] = segments[row]
+        filled[row] += len(positions)
+        return int(start)
+
+    for i, s in enumerate(sequences):
+        row, prompt = int(room.place[i, 0]), _shared(s, shape)
+        segments[row] += 1
+        first = (row, s.group) not in prompts
+        if prompt and first:
+            prompts[row, s.group] = lay(row, s, slice(prompt))
+        shared = prompts[row, s.group] if prompt else 0
+        if np.any(s.loss_mask[:prompt]):
+            raise ValueError(f"pack: a sequence of group {s.group} scores its prompt")
+        if (ints["tokens"][row, shared : shared + prompt] != s.tokens[:prompt]).any():
+            raise ValueError(f"pack: a sequence of group {s.group} does not begin with its prompt")
+        start = lay(row, s, slice(prompt, None))
+        own = row, slice(start, start + len(s) - prompt)
+        for name in names:
+            floats[name][own] = _values(s, name)[prompt:]
+        index[:, i] = shared, prompt, start, len(s) - prompt
+        if attention is not None:
+            attention.write(room.place[i], index[:, i], first)
+    arrays: dict[str, Any] = {name: a.reshape(*lead, tokens) for name, a in (ints | floats).items()}
+    if attention is not None:
+        arrays |= attention.arrays(lead)
+    m, r = np.divmod(room.place[:, 0], shape.rows)
+    fields = dict(zip(("prompt_start", "prompt_tokens", "start", "length"), index, strict=True))
+    return TrainBatch(**arrays), PackIndex(micro_batch=m, row=r, **fields)
+
+
+class _Attention:
+    """The tables of ``batch.AttentionLayout`` and ``TrainBatch.predictors``, while they are filled."""
+
+    def __init__(self, shape: BatchShape, count: int):
+        assert shape.attention_rows is not None
+        self.shape, places = shape, (count, shape.attention_rows * shape.attention_tokens)
+        self.source = np.full(places, shape.tokens, np.int32)
+        self.segment_ids = np.zeros(places, np.int32)
+        self.back = np.full((count, shape.tokens), places[1], np.int32)
+        self.predictors = np.tile(np.maximum(np.arange(shape.tokens, dtype=np.int32) - 1, 0), (count, 1))
+        self.segments = np.zeros((count, shape.attention_rows), np.int64)
+
+    def write(self, place: np.ndarray, index: np.ndarray, first: bool) -> None:
+        """A sequence at ``place`` (see ``_Room``), with its tokens at ``index`` (see ``PackIndex``); the
+        first of its group in the row is the one whose prompt counts."""
+        (row, lane, offset), (shared, prompt, start, own) = place, index
+        begin = lane * self.shape.attention_tokens + offset
+        self.segments[row, lane] += 1
+        self.segment_ids[row, begin : begin + prompt + own] = self.segments[row, lane]
+        self.source[row, begin : begin + prompt] = np.arange(shared, shared + prompt)
+        self.source[row, begin + prompt : begin + prompt + own] = np.arange(start, start + own)
+        if first:
+            self.back[row, shared : shared + prompt] = np.arange(begin, begin + prompt)
+        self.back[row, start : start + own] = np.arange(begin + prompt, begin + prompt + own)
+        if prompt and own:
+            self.predictors[row, start] = shared + prompt - 1
+
+    def arrays(self, lead: tuple[int, int]) -> dict[str, Any]:
+        rows = *lead, self.shape.attention_rows, self.shape.attention_tokens
+        layout = AttentionLayout(
+            source=self.source.reshape(rows),
+            segment_ids=self.segment_ids.reshape(rows),
+            back=self.back.reshape(*lead, -1),
+            page=self.shape.page,
+        )
+        return {"predictors": self.predictors.reshape(*lead, -1), "attention": layout}
 
 
 def _has(sequences: list[Sequence], name: str) -> bool:
@@ -224,10 +404,10 @@ def _has(sequences: list[Sequence], name: str) -> bool:
     return bool(there) and all(there)
 
 
-def _values(sequence: Sequence, name: str) -> np.ndarray | float:
+def _values(sequence: Sequence, name: str) -> np.ndarray:
     values = getattr(sequence, name)
     if values is None:
-        return 0.0
+        return np.zeros(len(sequence))
     if name == "advantages" and np.ndim(values) == 0:
         return values * (np.asarray(sequence.loss_mask) > 0)
     if np.shape(values) != (len(sequence),):

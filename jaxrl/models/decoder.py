@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import Cache, Context, Layer, RMSNorm, param
@@ -68,6 +69,7 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array | None,
         *,
+        layout: AttentionLayout | None = None,
         dtype,
         attention: Implementation | None,
         mesh: Mesh | None,
@@ -80,6 +82,7 @@ class Decoder(nnx.Module):
         return Context(
             positions=positions,
             segment_ids=segment_ids,
+            layout=layout,
             rope_tables=dict(zip(ropes, tables, strict=True)),
             dtype=jnp.dtype(dtype),
             attention=attention,

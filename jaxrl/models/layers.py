@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxrl.models.layout import collapse, expand, take
 from jaxrl.ops.attention import Implementation, attention
 from jaxrl.ops.decode_attention import Pages, decode_attention, ring_positions
 from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
@@ -35,6 +37,8 @@ class Context:
     """[B, T] int32."""
     segment_ids: jax.Array | None
     """[B, T] int32, 0 = padding; None when decoding from a cache."""
+    layout: AttentionLayout | None
+    """Rows of attention; None: those of the batch."""
     rope_tables: Mapping[RopeConfig, tuple[jax.Array, jax.Array]]
     dtype: jnp.dtype
     """Compute dtype."""
@@ -147,7 +151,12 @@ class Attention(nnx.Module):
             )
             y, cache = y[:, None], dict(zip("kv", pools, strict=True))
         else:
-            kv_positions, segments = context.positions, context.segment_ids
+            positions, segments, layout = context.positions, context.segment_ids, context.layout
+            if layout is not None:
+                q, k, v = (expand(x, layout) for x in (q, k, v))
+                segments = layout.segment_ids.reshape(q.shape[:2])
+                positions = take(positions, layout.source.reshape(len(positions), -1)).reshape(q.shape[:2])
+            kv_positions = positions
             if cache is not None:
                 cache = {
                     "k": _write(cache["k"], k, context.positions),
@@ -159,7 +168,7 @@ class Attention(nnx.Module):
                 q,
                 k,
                 v,
-                q_positions=context.positions,
+                q_positions=positions,
                 kv_positions=kv_positions,
                 q_segments=segments,
                 kv_segments=segments,
@@ -167,6 +176,8 @@ class Attention(nnx.Module):
                 implementation=context.attention,
                 **options,
             )
+            if layout is not None:
+                y = collapse(y, layout)
         y = context.constrain(y, "batch", None, "heads", None)
         return project(y, self.out, dtype, inputs=2), cache
 

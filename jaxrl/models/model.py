@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.batch import AttentionLayout
 from jaxrl.config import ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import SINGLE, STACKED, Decoder
@@ -80,19 +81,30 @@ class Model:
         return nnx.traversals.unflatten_mapping(flat)
 
     def hidden_states(
-        self, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+        self,
+        params: Params,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        layout: AttentionLayout | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Train layout (or rollout layout), tokens / positions / segment_ids int [B, T].
 
-        A token attends to the tokens of its own segment at its position or before; segment 0 is padding.
+        A token attends to the tokens of its own segment at its position or before; segment 0 is padding. With
+        a ``layout`` those are the segments of its attention rows.
 
         Returns:
             [B, T, D] in the compute dtype after the final norm, and {"router_loss": float32 scalar, 0 without
-            experts}.
+            experts}. The router loss counts each token of [B, T] once, so that a shared prompt counts once.
         """
         decoder = self._decoder(params)
         context = decoder.context(
-            positions, segment_ids, dtype=self.compute_dtype, attention=self.attention, mesh=self.mesh
+            positions,
+            segment_ids,
+            layout=layout,
+            dtype=self.compute_dtype,
+            attention=self.attention,
+            mesh=self.mesh,
         )
         hidden, router_loss = decoder(tokens, context, self.remat)
         return hidden, {"router_loss": router_loss}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.data.packing import BatchConfig, Sequence, micro_batches_needed, pack, rows_needed, unpack
+from jaxrl.data.packing import BatchConfig, BatchShape, Sequence, pack, rows_needed, unpack
 
 FIELDS = ("loss_mask", "loss_weights", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
@@ -24,6 +24,14 @@ def ragged(count, longest, seed, *, shortest=1):
     return sequences
 
 
+def shape_of(most, rows, tokens):
+    return BatchShape(micro_batches=most, rows=rows, tokens=tokens)
+
+
+def micro_batches_needed(count, longest, row_tokens, rows):
+    return -(-rows_needed(count, longest, row_tokens) // rows)
+
+
 @pytest.mark.parametrize(
     ("count", "longest", "row_tokens", "rows"),
     [(1, 5, 8, 4), (40, 17, 32, 4), (64, 32, 32, 8), (100, 9, 64, 2), (33, 20, 33, 3)],
@@ -31,10 +39,9 @@ def ragged(count, longest, seed, *, shortest=1):
 def test_nothing_is_lost_and_everything_comes_back(count, longest, row_tokens, rows):
     sequences = ragged(count, longest, seed=count)
     most = micro_batches_needed(count, longest, row_tokens, rows)
-    batch, used, index = pack(
-        sequences, row_tokens=row_tokens, rows_per_micro_batch=rows, max_micro_batches=most
-    )
-    arrays = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    batch, used, index = pack(sequences, shape_of(most, rows, row_tokens))
+    assert batch.attention is None and batch.predictors is None
+    arrays = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", *FIELDS)}
     assert {a.shape for a in arrays.values()} == {(most, rows, row_tokens)}
     assert {name: a.dtype for name, a in arrays.items() if a.dtype != np.float32} == dict.fromkeys(
         ("tokens", "positions", "segment_ids"), np.dtype(np.int32)
@@ -53,9 +60,7 @@ def test_nothing_is_lost_and_everything_comes_back(count, longest, row_tokens, r
 
 
 def test_segments_are_numbered_from_one_without_gaps_or_holes():
-    batch, _, index = pack(
-        ragged(50, 12, seed=1), row_tokens=32, rows_per_micro_batch=4, max_micro_batches=13
-    )
+    batch, _, index = pack(ragged(50, 12, seed=1), shape_of(13, 4, 32))
     for row in batch.segment_ids.reshape(-1, 32):
         real = row[row > 0]
         assert (row[: len(real)] > 0).all()  # padding at the end only
@@ -73,7 +78,7 @@ def test_the_worst_case_bound_holds(seed):
     sequences = ragged(count, longest, seed, shortest=max(1, longest - 3) if seed % 2 else 1)
     most = micro_batches_needed(count, longest, row_tokens, rows)
     assert rows_needed(count, longest, row_tokens) <= most * rows
-    _, used, index = pack(sequences, row_tokens=row_tokens, rows_per_micro_batch=rows, max_micro_batches=most)
+    _, used, index = pack(sequences, shape_of(most, rows, row_tokens))
     assert used <= most
     assert len(set(zip(index.micro_batch, index.row, strict=True))) <= rows_needed(
         count, longest, row_tokens
@@ -83,7 +88,7 @@ def test_the_worst_case_bound_holds(seed):
 def test_the_bound_is_reached_by_the_longest():
     assert rows_needed(10, 60, 100) == 10 and rows_needed(10, 50, 100) == 5 and rows_needed(9, 50, 100) == 5
     longest = [Sequence(tokens=np.ones(60, np.int32), loss_mask=np.ones(60)) for _ in range(10)]
-    _, used, _ = pack(longest, row_tokens=100, rows_per_micro_batch=2, max_micro_batches=5)
+    _, used, _ = pack(longest, shape_of(5, 2, 100))
     assert used == 5
 
 
@@ -93,7 +98,7 @@ def test_padding_is_small_and_shards_are_balanced_on_ragged_lengths(count):
     lengths = np.clip(random.lognormal(5.0, 0.6, count).astype(int), 8, 1024)
     sequences = [Sequence(tokens=np.ones(n, np.int32), loss_mask=np.ones(n)) for n in lengths]
     most = micro_batches_needed(count, 1024, 1024, 8)
-    batch, used, _ = pack(sequences, row_tokens=1024, rows_per_micro_batch=8, max_micro_batches=most)
+    batch, used, _ = pack(sequences, shape_of(most, 8, 1024))
     assert used == -(-lengths.sum() // (8 * 1024))  # no arrangement needs fewer
     per_row = (batch.segment_ids[:used] > 0).sum(-1)
     shards = per_row.reshape(used, 4, 2).sum((0, 2))
@@ -103,7 +108,7 @@ def test_padding_is_small_and_shards_are_balanced_on_ragged_lengths(count):
 
 def test_rows_are_filled_alike_where_there_is_room():
     sequences = ragged(60, 40, seed=4)
-    batch, used, _ = pack(sequences, row_tokens=256, rows_per_micro_batch=8, max_micro_batches=2)
+    batch, used, _ = pack(sequences, shape_of(2, 8, 256))
     per_row = (batch.segment_ids[:used] > 0).sum(-1)
     assert used == 1 and np.ptp(per_row) <= 8
 
@@ -112,8 +117,7 @@ def test_the_layout_depends_on_lengths_only():
     one, other = ragged(30, 20, seed=2), ragged(30, 20, seed=2)
     for sequence in other:
         sequence.tokens[:] = 7
-    options = {"row_tokens": 40, "rows_per_micro_batch": 2, "max_micro_batches": 20}
-    first, second = pack(one, **options), pack(other, **options)
+    first, second = (pack(sequences, shape_of(20, 2, 40)) for sequences in (one, other))
     for field in ("micro_batch", "row", "start", "length"):
         np.testing.assert_array_equal(getattr(first[2], field), getattr(second[2], field))
     np.testing.assert_array_equal(first[0].segment_ids, second[0].segment_ids)
@@ -121,14 +125,14 @@ def test_the_layout_depends_on_lengths_only():
 
 def test_defaults_and_one_advantage_for_all_tokens_of_the_mask():
     sequence = Sequence(tokens=np.arange(1, 6), loss_mask=np.array([0, 0, 1, 0, 1]), advantages=-1.5)
-    batch, _, index = pack([sequence], row_tokens=8, rows_per_micro_batch=1, max_micro_batches=1)
+    batch, _, index = pack([sequence], shape_of(1, 1, 8))
     assert unpack(batch.advantages, index)[0].tolist() == [0, 0, -1.5, 0, -1.5]
     assert not batch.loss_weights.any() and not batch.rollout_log_probs.any()
     assert batch.old_log_probs is None and batch.ref_log_probs is None
 
 
 def test_no_sequences_give_an_empty_batch():
-    batch, used, index = pack([], row_tokens=8, rows_per_micro_batch=2, max_micro_batches=3)
+    batch, used, index = pack([], shape_of(3, 2, 8))
     assert used == 0 and batch.tokens.shape == (3, 2, 8) and not batch.segment_ids.any()
     assert unpack(batch.tokens, index) == []
 
@@ -136,14 +140,13 @@ def test_no_sequences_give_an_empty_batch():
 def test_what_has_no_room_is_refused_with_the_key():
     long = Sequence(tokens=np.ones(9, np.int32), loss_mask=np.ones(9))
     with pytest.raises(ConfigError, match=r"batch.row_tokens: .*9 tokens.*row of 8"):
-        pack([long], row_tokens=8, rows_per_micro_batch=1, max_micro_batches=1)
+        pack([long], shape_of(1, 1, 8))
     with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: 3 sequences need 3 micro-batches"):
-        pack([long] * 3, row_tokens=9, rows_per_micro_batch=1, max_micro_batches=2)
+        pack([long] * 3, shape_of(2, 1, 9))
 
 
 def test_malformed_sequences_are_refused():
     good = Sequence(tokens=np.ones(3, np.int32), loss_mask=np.ones(3))
-    options = {"row_tokens": 8, "rows_per_micro_batch": 1, "max_micro_batches": 1}
     for wrong, said in (
         ([dataclasses.replace(good, loss_weights=np.ones(4))], "loss_weights has shape"),
         ([dataclasses.replace(good, loss_mask=np.ones(1))], "loss_mask has shape"),
@@ -151,21 +154,26 @@ def test_malformed_sequences_are_refused():
         ([Sequence(tokens=np.zeros(0, np.int32), loss_mask=np.zeros(0))], "empty sequence"),
     ):
         with pytest.raises(ValueError, match=said):
-            pack(wrong, **options)
+            pack(wrong, shape_of(1, 1, 8))
 
 
 def test_batch_shape_follows_the_settings():
-    assert BatchConfig(micro_batch_tokens=4096).shape(500) == (8, 500)
-    assert BatchConfig(micro_batch_tokens=4096, row_tokens=1024).shape(500) == (4, 1024)
-    assert BatchConfig(micro_batch_tokens=4096).shape(500, num_shards=3) == (6, 500)
+    def shape(*, num_shards=1, **settings):
+        found = BatchConfig(**settings).shape(10, 500, num_shards=num_shards)
+        assert found.attention_rows is None
+        return found.micro_batches, found.rows, found.tokens
+
+    assert shape(micro_batch_tokens=4096) == (2, 8, 504)  # a multiple of 8
+    assert shape(micro_batch_tokens=4096, row_tokens=1000) == (2, 4, 1000)
+    assert shape(micro_batch_tokens=4096, num_shards=3) == (2, 6, 504)
     with pytest.raises(
         ConfigError, match=r"batch.row_tokens: 256 has no room for the longest sequence, of 500"
     ):
-        BatchConfig(row_tokens=256).shape(500)
+        shape(row_tokens=256)
     with pytest.raises(
-        ConfigError, match=r"batch.micro_batch_tokens: 1000 has no room for 4 .*at least 2000"
+        ConfigError, match=r"batch.micro_batch_tokens: 1000 has no room for 4 .*at least 2016"
     ):
-        BatchConfig(micro_batch_tokens=1000).shape(500, num_shards=4)
+        shape(micro_batch_tokens=1000, num_shards=4)
     assert dict(BatchConfig(micro_batch_tokens=100, row_tokens=200).problems()).keys() == {
         "micro_batch_tokens"
     }

@@ -1,0 +1,144 @@
+"""The update: prompts shared or not, packed or padded, any mesh and micro-batch, it is the same update."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.models import Model, hf
+from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
+from jaxrl.step import (
+    OptimConfig,
+    StepSpec,
+    init_train_state,
+    make_score_step,
+    make_train_step,
+    state_shardings,
+)
+
+CHECKPOINTS = Path(__file__).parent / "fixtures" / "hf"
+GROUP, LONGEST, COMPLETION = 4, 24, 12
+LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+KEEP_GRADIENT = optax.GradientTransformation(
+    init=lambda params: jax.tree.map(jnp.zeros_like, params),
+    update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+"""An optimizer that moves nothing and whose state is the last gradient."""
+
+
+def sequences(num_prompts=5, group=GROUP, seed=0):
+    random = np.random.default_rng(seed)
+    found = []
+    for number in range(num_prompts):
+        prompt = random.integers(1, 60, random.integers(3, 13))
+        for _ in range(group):
+            own = int(random.integers(1, COMPLETION + 1))
+            mask = np.repeat([0.0, 1.0], [len(prompt), own])
+            found.append(
+                Sequence(
+                    tokens=np.concatenate([prompt, random.integers(1, 60, own)]).astype(np.int32),
+                    loss_mask=mask,
+                    loss_weights=mask / 100,
+                    advantages=mask * random.normal(),
+                    group=number,
+                    prompt_tokens=len(prompt),
+                )
+            )
+    return found
+
+
+def programs(family, split):
+    """(mesh, state, score_step, train_step) of a reference checkpoint."""
+    mesh = make_mesh(
+        MeshConfig(**dict(zip(("data", "fsdp", "tensor"), split, strict=True))),
+        jax.devices()[: np.prod(split)],
+    )
+    model = Model(hf.load_config(CHECKPOINTS / family), mesh=mesh if mesh.size > 1 else None)
+    params = jax.device_put(hf.load_params(CHECKPOINTS / family, model), named(mesh, model.specs(mesh)))
+    shardings = state_shardings(model, mesh, KEEP_GRADIENT, params)
+    state = init_train_state(params, KEEP_GRADIENT, OptimConfig(), shardings)
+    algo = AlgoConfig(kl_coef=0.1)
+    spec = StepSpec(model=model, mesh=mesh, algo=algo, temperature=4.0, vocab_limit=None)
+    return mesh, state, make_score_step(spec), make_train_step(spec, KEEP_GRADIENT, shardings)
+
+
+def run(program, *args):
+    """The result; tiny programs that run once are compiled fast, not well."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.device_get(program.lower(*args).compile(options)(*args))
+
+
+class Update:
+    """An update of a reference checkpoint with the given layout of the batch."""
+
+    def __init__(self, family, split=(1, 1, 1), **batch_settings):
+        self.settings = BatchConfig(**batch_settings)
+        self.mesh, self.state, self.score_step, self.train_step = programs(family, split)
+
+    def batch(self, found):
+        shape = self.settings.shape(
+            len(found),
+            LONGEST,
+            num_shards=batch_shards(self.mesh),
+            group_size=GROUP,
+            completion_tokens=COMPLETION,
+        )
+        batch, used, index = pack(found, shape)
+        return put(batch, self.mesh, PartitionSpec(None, BATCH_AXES)), put(np.int32(used), self.mesh), index
+
+    def log_probs(self, found):
+        batch, count, index = self.batch(found)
+        return unpack(run(self.score_step, self.state.params, batch, count), index)
+
+    def gradient(self, found):
+        batch, count, _ = self.batch(found)
+        state, metrics = run(self.train_step, self.state, batch, count)
+        return state.opt_state, metrics
+
+
+@functools.cache
+def padded(family):
+    """The plain layout, a sequence a row, no prompt shared, all in one micro-batch: the sequences with their
+    log-probs, gradient and metrics."""
+    plain = Update(family, row_tokens=LONGEST, micro_batch_tokens=20 * LONGEST, share_prompts=False)
+    random, found = np.random.default_rng(1), []
+    for s, values in zip(sequences(), plain.log_probs(sequences()), strict=True):
+        noisy = {n: values + s.loss_mask * random.normal(size=len(s)) / 10 for n in LOG_PROBS}
+        found.append(dataclasses.replace(s, **noisy))
+    return found, plain.log_probs(found), *plain.gradient(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "settings"),
+    [
+        ("llama", (1, 1, 1), {"micro_batch_tokens": 40}),
+        ("llama", (2, 2, 2), {"micro_batch_tokens": 4 * 64}),
+        ("gemma2", (1, 1, 1), {"micro_batch_tokens": 1000}),  # soft caps, windows
+        ("gemma3_text", (1, 8, 1), {"micro_batch_tokens": 8 * 32}),
+        ("qwen3_moe", (2, 2, 2), {"micro_batch_tokens": 8 * 48, "row_tokens": 48}),
+        ("mistral", (1, 4, 1), {"micro_batch_tokens": 4 * 24, "share_prompts": False}),
+    ],
+)
+def test_log_probs_and_gradient_are_those_of_padded_rows(family, split, settings):
+    """Contract 4: to 1e-5 of each array's norm."""
+    found, log_probs, gradient, metrics = padded(family)
+    other = Update(family, split, **settings)
+    for a, e in zip(other.log_probs(found), log_probs, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+    other_gradient, other_metrics = other.gradient(found)
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(other_gradient), jax.tree.leaves(gradient), strict=True
+    ):
+        assert np.linalg.norm(a - e) < 1e-5 * np.linalg.norm(e), jax.tree_util.keystr(path)
+    for name, value in other_metrics.items():
+        np.testing.assert_allclose(value, metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
