@@ -25,7 +25,7 @@ from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.settings import RunConfig
-from jaxrl.sharding import batch_shards, make_mesh, named
+from jaxrl.sharding import batch_shards, make_mesh, named, platform
 from jaxrl.step import (
     StepSpec,
     learning_rate_schedule,
@@ -86,6 +86,7 @@ class Assembly:
             num_shards=batch_shards(self.mesh),
             group_size=group,
             completion_tokens=config.rollout.max_new_tokens,
+            multiple=128 if platform(self.mesh) == "tpu" else 8,
         )
 
     @property
