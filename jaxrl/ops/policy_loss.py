@@ -6,6 +6,12 @@ With F = 2 * tokens * D * V FLOPs of one matrix product with the head:
     logits kept                      3 F   logits, gradient of the hidden states, gradient of the head
     ``chunked``, token-local loss    3 F   a block's logits live until its gradients are done
     ``chunked``, any other loss      4 F   the logits are computed again once all log-probs are known
+    ``pallas``                       4 F   logits and d hidden; logits again and d head
+    ``pallas``, entropies' gradient  5 F   logits; again with d hidden; again with d head
+
+On TPU the minimum without an array of logits is 4 F: the head's gradient needs each token's log-sum-exp, and
+the sum over all tokens has to stay in VMEM. Tokens N, blocks of B rows: ``pallas`` reads the head N / B + 1
+times, the hidden states V / B + 1 times, and writes two gradients and J (``token_log_probs_tpu``) once.
 
 ``token-local`` says that the loss's derivative at a token depends on that token's log-prob, entropy and
 operands only (true of token-level ratios, false of a sequence's ratio). The gradients are computed together
@@ -96,7 +102,7 @@ def policy_loss(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _policy_loss(hidden, head, targets, mask, operands, spec, loss, token_local):
-    out = forward(hidden, head, targets, mask, spec)
+    out, _ = forward(hidden, head, targets, mask, spec, gradient=False)
     return loss(out.log_probs, out.entropies, operands)
 
 
@@ -108,9 +114,10 @@ def _policy_loss_fwd(hidden, head, targets, mask, operands, spec, loss, token_lo
         )
         value = loss(log_probs, entropies, operands)
     else:
-        out = forward(hidden, head, targets, mask, spec)
+        out, jacobian = forward(hidden, head, targets, mask, spec, gradient=not with_entropy)
         d_log_probs, d_entropies, value = _differentiate(loss, out, operands, with_entropy)
-        gradients = backward(hidden, head, targets, mask, out, d_log_probs, d_entropies, None, spec)
+        cotangents = logit_cotangents(out, d_log_probs, d_entropies, None)
+        gradients = backward(hidden, head, targets, mask, cotangents, jacobian, spec)
     return value, tuple(gradients)
 
 
@@ -129,7 +136,7 @@ def _one_pass(hidden, head, targets, mask, operands, spec: Spec, loss, with_entr
     limit = spec.softmax.vocab_limit
 
     def local(hidden, head, targets, mask, operands):
-        size = chunked.block_tokens(targets.size, len(head))
+        size = chunked.block_tokens(targets.size, head)
         tokens = Tokens(mask, targets.shape, size)
         arrays = jax.tree.map(tokens.take, (hidden, targets, operands))
 

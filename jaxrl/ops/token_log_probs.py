@@ -5,8 +5,9 @@
     entropy    = logsumexp(logits) - sum_v softmax(logits)_v logits_v
 
 ``reference`` writes this down with all logits in memory. ``chunked`` (plain XLA) walks over blocks of tokens
-and computes the logits of a block again in the backward pass. Unscored tokens are left out: the scored ones
-are gathered to the front and only their blocks are computed.
+and computes the logits of a block again in the backward pass. ``pallas`` does it in TPU kernels whose logits
+never leave VMEM; where there is no TPU they are interpreted, slowly. Unscored tokens are left out: the scored
+ones are gathered to the front and only their blocks are computed.
 
 Under a mesh each device sees some tokens and some of the vocabulary, and one max and one sum per token join
 the parts (Megatron-LM, arXiv:1909.08053, section 3). The vocabulary lies over ``tensor``; over ``fsdp``
@@ -18,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
-from types import ModuleType
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.ops import token_log_probs_chunked
+from jaxrl.ops import token_log_probs_chunked as chunked
 from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax, cap, dot
+from jaxrl.sharding import platform
 
-Implementation = Literal["reference", "chunked"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked")
+Implementation = Literal["reference", "chunked", "pallas"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked", "pallas")
 
 
 class TokenLogProbs(NamedTuple):
@@ -99,7 +101,8 @@ def token_log_probs(
 
     ``hidden[r, t]`` is the state that predicts ``targets[r, t]``: the shift is the caller's. ``head`` is [V,
     D]. Where ``mask`` [R, T] is False the results and gradients are 0 and nothing is computed. With a
-    ``mesh`` the rows must divide over (data, fsdp). ``implementation`` None means ``chunked``.
+    ``mesh`` the rows must divide over (data, fsdp). ``implementation`` None means ``pallas`` on TPU and
+    ``chunked`` elsewhere.
     """
     spec = make_spec(temperature, soft_cap, vocab_limit, mesh, implementation)
     if mask is not None:
@@ -115,7 +118,7 @@ def token_log_probs(
 
 def make_spec(temperature, soft_cap, vocab_limit, mesh, implementation) -> Spec:
     """The static arguments, checked. ValueError names an unknown implementation."""
-    implementation = implementation or "chunked"
+    implementation = implementation or ("pallas" if platform(mesh) == "tpu" else "chunked")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {IMPLEMENTATIONS}")
     return Spec(Softmax(float(temperature), soft_cap, vocab_limit), mesh, implementation)
@@ -123,20 +126,22 @@ def make_spec(temperature, soft_cap, vocab_limit, mesh, implementation) -> Spec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_log_probs(hidden, head, targets, mask, spec):
-    return forward(hidden, head, targets, mask, spec)
+    return forward(hidden, head, targets, mask, spec, gradient=False)[0]
 
 
 def _token_log_probs_fwd(hidden, head, targets, mask, spec):
     hidden, head, targets, mask = jax.tree.map(
         lambda x: x.value, (hidden, head, targets, mask), is_leaf=lambda x: hasattr(x, "perturbed")
     )
-    out = forward(hidden, head, targets, mask, spec)
-    return out, (hidden, head, targets, mask, out)
+    out, jacobian = forward(hidden, head, targets, mask, spec, gradient=True)
+    return out, (hidden, head, targets, mask, out, jacobian)
 
 
 def _token_log_probs_bwd(spec, residuals, cotangents):
     d_log_probs, d_entropies, d_lse = (None if isinstance(c, SymbolicZero) else c for c in cotangents)
-    d_hidden, d_head = backward(*residuals, d_log_probs, d_entropies, d_lse, spec)
+    *arrays, out, jacobian = residuals
+    cotangents = logit_cotangents(out, d_log_probs, d_entropies, d_lse)
+    d_hidden, d_head = backward(*arrays, cotangents, jacobian, spec)
     return d_hidden, d_head, None, None
 
 
@@ -146,16 +151,44 @@ _token_log_probs.defvjp(_token_log_probs_fwd, _token_log_probs_bwd, symbolic_zer
 # ---- the two passes, of any implementation, on global arrays ----
 
 
-def forward(hidden, head, targets, mask, spec: Spec) -> TokenLogProbs:
-    """``token_log_probs`` without a gradient of its own."""
+class Passes(NamedTuple):
+    """An implementation on one device's arrays; ``token_log_probs_chunked`` documents the three."""
+
+    block_tokens: Callable[..., int]
+    forward: Callable[..., tuple[jax.Array, Any]]
+    backward: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def _passes(spec: Spec) -> Passes:
+    if spec.implementation == "chunked":
+        return Passes(chunked.block_tokens, chunked.forward, chunked.backward)
+    from jaxrl.ops import token_log_probs_tpu as tpu  # half a second that only TPU needs
+
+    chip = tpu.chip_of(spec.mesh)
+    return Passes(
+        functools.partial(tpu.block_tokens, chip=chip),
+        functools.partial(tpu.forward, chip=chip),
+        functools.partial(tpu.backward, chip=chip),
+    )
+
+
+def forward(hidden, head, targets, mask, spec: Spec, *, gradient: bool) -> tuple[TokenLogProbs, Any]:
+    """``token_log_probs`` without a gradient of its own, and what the implementation wants to keep for
+    ``backward``: asked for by ``gradient``, None or a tree of each device's arrays."""
     layout = make_layout(hidden, head, spec.mesh)
+    passes = _passes(spec)
 
     def local(hidden, head, targets, mask):
-        tokens = Tokens(mask, targets.shape, _passes(spec).block_tokens(targets.size, len(head)))
+        tokens = Tokens(mask, targets.shape, passes.block_tokens(targets.size, head))
         first, limit = _vocabulary(head, layout, spec)
-        targets = tokens.take(targets) - first
-        top, total, weighted, chosen = _passes(spec).forward(
-            tokens.take(hidden), head, targets, tokens.count, limit, spec.softmax
+        (top, total, weighted, chosen), jacobian = passes.forward(
+            tokens.take(hidden),
+            head,
+            tokens.take(targets) - first,
+            tokens.count,
+            limit,
+            spec.softmax,
+            gradient,
         )
         if layout.vocab_axes:
             best = lax.pmax(top, layout.vocab_axes)
@@ -164,39 +197,43 @@ def forward(hidden, head, targets, mask, spec: Spec) -> TokenLogProbs:
             top, (total, weighted, chosen) = best, lax.psum(sums, layout.vocab_axes)
         lse = top + jnp.log(total)
         out = TokenLogProbs(chosen - lse, lse - weighted / total, lse)
-        return _where(mask, TokenLogProbs(*(tokens.put(x) for x in out)))
+        return _where(mask, TokenLogProbs(*(tokens.put(x) for x in out))), jacobian
 
     rows = layout.rows
-    shard = shard_map(local, spec.mesh, (rows, layout.vocab, rows, rows), rows)
+    shard = shard_map(local, spec.mesh, (rows, layout.vocab, rows, rows), (rows, layout.each))
     return shard(hidden, head, targets, mask)
 
 
-def backward(hidden, head, targets, mask, out: TokenLogProbs, d_log_probs, d_entropies, d_lse, spec: Spec):
-    """Gradients of hidden states and head in their dtypes; cotangents [R, T], None where there is none."""
+def backward(hidden, head, targets, mask, cotangents: Cotangents, jacobian, spec: Spec):
+    """Gradients of hidden states and head in their dtypes, from cotangents [R, T]."""
     layout = make_layout(hidden, head, spec.mesh)
-    cotangents = logit_cotangents(out, d_log_probs, d_entropies, d_lse)
+    passes = _passes(spec)
     # The barrier keeps XLA from merging the recomputed logits with the forward's, which would keep them all.
     hidden, head = lax.optimization_barrier((hidden, head))
 
-    def local(hidden, head, targets, mask, cotangents):
-        tokens = Tokens(mask, targets.shape, _passes(spec).block_tokens(targets.size, len(head)))
+    def local(hidden, head, targets, mask, cotangents, jacobian):
+        tokens = Tokens(mask, targets.shape, passes.block_tokens(targets.size, head))
         first, limit = _vocabulary(head, layout, spec)
-        d_hidden, d_head = _passes(spec).backward(
+        d_hidden, d_head = passes.backward(
             tokens.take(hidden),
             head,
             tokens.take(targets) - first,
             tokens.count,
             limit,
-            tokens.take_cotangents(cotangents),
             spec.softmax,
+            tokens.take_cotangents(cotangents),
+            jacobian,
         )
         return join_gradients(tokens, d_hidden, d_head, hidden.dtype, head.dtype, layout)
 
     rows = layout.rows
     shard = shard_map(
-        local, spec.mesh, (rows, layout.vocab, rows, rows, rows), (layout.d_rows, layout.d_vocab)
+        local,
+        spec.mesh,
+        (rows, layout.vocab, rows, rows, rows, layout.each),
+        (layout.d_rows, layout.d_vocab),
     )
-    return shard(hidden, head, targets, mask, cotangents)
+    return shard(hidden, head, targets, mask, cotangents, jacobian)
 
 
 def logit_cotangents(out: TokenLogProbs, d_log_probs, d_entropies, d_lse) -> Cotangents:
@@ -208,10 +245,6 @@ def logit_cotangents(out: TokenLogProbs, d_log_probs, d_entropies, d_lse) -> Cot
     if d_entropies is not None:
         base = base + d_entropies * (out.entropies - out.log_sum_exp)
     return Cotangents(out.log_sum_exp, target, base, d_entropies)
-
-
-def _passes(spec: Spec) -> ModuleType:
-    return token_log_probs_chunked
 
 
 def _where(mask, tree):
@@ -238,6 +271,11 @@ class Layout(NamedTuple):
     @property
     def vocab(self):
         return P(self.vocab_axes or None, None)
+
+    @property
+    def each(self):
+        """An array of every device's own, one after the other."""
+        return P((*self.row_axes, *self.vocab_axes) or None)
 
     @property
     def d_rows(self):
@@ -310,11 +348,12 @@ class Tokens:
             self.order = jnp.pad(order, (0, self.length - size))
 
     def take(self, x):
-        """[R, T, ...] -> [N, ...]"""
+        """[R, T, ...] -> [N, ...], zeros where there is no scored token."""
         x = x.reshape(-1, *x.shape[2:])
-        if self.order is not None:
-            return x[self.order]
-        return jnp.pad(x, [(0, self.length - len(x))] + [(0, 0)] * (x.ndim - 1))
+        if self.order is None:
+            return jnp.pad(x, [(0, self.length - len(x))] + [(0, 0)] * (x.ndim - 1))
+        used = self.used.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(used, x[self.order], jnp.zeros((), x.dtype))
 
     def put(self, x):
         """[N, ...] -> [R, T, ...]; arbitrary at unscored tokens."""
@@ -327,6 +366,6 @@ class Tokens:
         return jnp.arange(self.length) < self.count
 
     def take_cotangents(self, ct: Cotangents) -> Cotangents:
-        """[R, T] -> [N], with zeros at unscored tokens."""
-        ct = jax.tree.map(lambda x: jnp.where(self.used, self.take(x), 0.0), ct)
+        """[R, T] -> [N]; unscored tokens get no probabilities either."""
+        ct = jax.tree.map(self.take, ct)
         return ct._replace(log_sum_exp=jnp.where(self.used, ct.log_sum_exp, -MASKED))

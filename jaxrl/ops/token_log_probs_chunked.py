@@ -42,19 +42,20 @@ class Cotangents(NamedTuple):
     """None where the loss does not differentiate the entropies."""
 
 
-def block_tokens(tokens: int, vocabulary: int) -> int:
+def block_tokens(tokens: int, head) -> int:
     """Tokens of a block: few enough for the memory of its logits, many enough to make good use of the head,
     which is read (and its gradient read and written) once a block."""
     size = 128
-    while size < 2048 and 2 * size * vocabulary <= _BLOCK_LOGITS:
+    while size < 2048 and 2 * size * len(head) <= _BLOCK_LOGITS:
         size *= 2
     return max(1, min(size, tokens))
 
 
-def forward(hidden, head, targets, count, limit, softmax: Softmax):
-    """-> float32 [4, N]: max logit, sum of exp(logit - max), the same weighted with the logit, target logit
-    (0 if elsewhere); 0, 1, 0, 0 at unscored blocks. One matrix product."""
-    size = block_tokens(len(hidden), len(head))
+def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool):
+    """-> (statistics, None). Statistics are float32 [4, N]: max logit, sum of exp(logit - max), the same
+    weighted with the logit, target logit (0 if elsewhere); 0, 1, 0, 0 at unscored blocks. One matrix product,
+    ``gradient`` or not."""
+    size = block_tokens(len(hidden), head)
 
     def block(i, out):
         x, target = (lax.dynamic_slice_in_dim(a, i * size, size) for a in (hidden, targets))
@@ -62,13 +63,13 @@ def forward(hidden, head, targets, count, limit, softmax: Softmax):
         return lax.dynamic_update_slice(out, statistics(logits, target), (0, i * size))
 
     nothing = jnp.zeros((4, len(hidden)), jnp.float32).at[1].set(1.0)
-    return lax.fori_loop(0, -(-count // size), block, nothing)
+    return lax.fori_loop(0, -(-count // size), block, nothing), None
 
 
-def backward(hidden, head, targets, count, limit, cotangents: Cotangents, softmax: Softmax):
-    """-> gradients of the hidden states [N, D] and of this part of the head [V, D], float32. Three products,
-    one of them the logits again."""
-    size = block_tokens(len(hidden), len(head))
+def backward(hidden, head, targets, count, limit, softmax: Softmax, cotangents: Cotangents, jacobian):
+    """-> gradients of the hidden states [N, D] and of this part of the head [V, D]. Three products, one of
+    them the logits again."""
+    size = block_tokens(len(hidden), head)
 
     def block(i, carry):
         d_hidden, d_head = carry

@@ -74,30 +74,44 @@ def assert_close(got, want, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(b).max())))
 
 
+WAYS = {
+    "chunked": dict(implementation="chunked"),
+    "one pass": dict(implementation="chunked", token_local=True),
+    "pallas": dict(implementation="pallas"),
+}
+
+
 @pytest.mark.parametrize(
-    "name,token_local", [*((name, False) for name in LOSSES), ("token", True), ("token, entropy", True)]
+    "way,name",
+    [(way, name) for way in WAYS for name in LOSSES if way != "one pass" or not name.startswith("sequence")],
 )
-def test_equals_the_reference(name, token_local):
-    assert_close(answer(LOSSES[name], token_local=token_local), expected(name))
+def test_equals_the_reference(way, name):
+    assert_close(answer(LOSSES[name], **WAYS[way]), expected(name))
 
 
-@pytest.mark.parametrize("token_local", [False, True])
-@pytest.mark.parametrize("split", [dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(fsdp=4, tensor=2)])
-def test_sharded_equals_unsharded(split, token_local):
+@pytest.mark.parametrize(
+    "way,split",
+    [
+        ("chunked", dict(data=2, fsdp=2, tensor=2)),
+        ("chunked", dict(fsdp=4, tensor=2)),
+        ("one pass", dict(data=8)),
+        ("one pass", dict(fsdp=8)),
+        ("pallas", dict(data=2, fsdp=2, tensor=2)),
+    ],
+)
+def test_sharded_equals_unsharded(way, split):
     mesh = make_mesh(MeshConfig(**{"data": 1, **split}))
-    assert_close(
-        answer(LOSSES["token, entropy"], token_local=token_local, mesh=mesh), expected("token, entropy")
-    )
+    assert_close(answer(LOSSES["token"], mesh=mesh, **WAYS[way]), expected("token"))
 
 
-@pytest.mark.parametrize("token_local", [False, True])
-def test_no_scored_token_gives_zero(token_local):
+@pytest.mark.parametrize("way", WAYS)
+def test_no_scored_token_gives_zero(way):
     mask = jnp.zeros((R, S), bool)
 
     def loss(log_probs, entropies, operands):
         return jnp.sum(log_probs * operands["advantages"] + entropies), {}
 
-    (value, _), gradients = answer(loss, mask=mask, token_local=token_local)
+    (value, _), gradients = answer(loss, mask=mask, **WAYS[way])
     assert value == 0 and not any(np.any(g) for g in gradients)
 
 
@@ -106,8 +120,8 @@ def test_no_mask_scores_every_token():
         return jnp.sum(log_probs * operands["advantages"]), {}
 
     want = answer(loss, mask=None, implementation="reference")
-    for token_local in (False, True):
-        assert_close(answer(loss, mask=None, token_local=token_local), want)
+    for options in WAYS.values():
+        assert_close(answer(loss, mask=None, **options), want)
 
 
 @pytest.mark.parametrize("token_local,products", [(True, 3), (False, 4)])

@@ -1,0 +1,500 @@
+"""The passes over the output head as TPU kernels (Pallas, Mosaic); ``token_log_probs_chunked`` says what the
+arrays are.
+
+``forward`` keeps a running max and running sums over blocks of the vocabulary (online softmax,
+arXiv:1805.02867). With ``gradient`` it also accumulates, as flash attention does its output,
+
+    J = d log_sum_exp / d hidden = sum_v p_v d logit_v / d hidden     d log_prob = d logit_target - J
+
+so that the gradient of the hidden states costs ``backward`` no further product, and the head's is left, whose
+block stays in VMEM while all tokens go by. In units of F = 2 N D V FLOPs:
+
+    forward F, with J 2 F     head's gradient 2 F     hidden states' gradient without J 2 F
+
+A log-prob's gradient therefore takes 4 F, the least without keeping logits; one of the entropies too 5 F (J
+says nothing of them: asked for without J, or 6 F with).
+
+HBM bytes: hidden states and head are read once, and the one of them that a kernel has in its inner loop once
+per block of the other; each result is written once. Nothing is read back and added to.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax
+from jaxrl.sharding import platform
+
+_ROWS, _COLUMNS, _WIDTH = 256, 512, 1024
+"""A block is worked on in pieces, in loops: logits of 256 rows, made from 512 columns at a time, and sums of
+up to 1024 of the D columns at a time. Larger pieces keep the matrix units busier and take longer to compile
+(the loops' bodies are unrolled: minutes for a whole block)."""
+_VMEM_MIB = {"TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
+_VMEM_MIB_ELSEWHERE = 50
+"""Of 128 MiB (v5e, v6e) and 64 MiB (v5p, TPU7x), what a kernel may use. The blocks this makes, in bfloat16:
+
+    D      v5e, v6e (outer, inner)    v5p
+    4096   1024, 1024                 512, 512
+    5376   1024, 512                  512, 512
+
+found by compiling: VMEM is 2 x (outer + inner) + 2 x outer rows of D in bfloat16 (the pipeline's buffers),
+and outer rows in float32."""
+
+
+class Chip(NamedTuple):
+    """What the kernels are compiled for."""
+
+    vmem_bytes: int
+    interpret: bool
+
+
+class Blocks(NamedTuple):
+    """Rows of the dimension whose sums stay in VMEM, and of the one that goes by in the inner loop."""
+
+    outer: int
+    inner: int
+
+
+class Jacobian(NamedTuple):
+    """What ``forward`` keeps for ``backward``."""
+
+    matrix: jax.Array
+    """[N, D] J of this device's part of the vocabulary, as if that were all."""
+    log_sum_exp: jax.Array
+    """[N] of this part."""
+    target_logit: jax.Array
+    """[N]; 0 if elsewhere."""
+
+
+def chip_of(mesh: Mesh | None) -> Chip:
+    """Of the mesh's devices; without a TPU the kernels are interpreted."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    mib = _VMEM_MIB.get(device.device_kind, _VMEM_MIB_ELSEWHERE)
+    return Chip(mib * 2**20, interpret=platform(mesh) != "tpu")
+
+
+def choose_blocks(head, chip: Chip) -> Blocks:
+    """The largest that fit: the inner array is read once per outer block."""
+    width, size = head.shape[1], head.dtype.itemsize
+    for outer in (1024, 512, 256):
+        for inner in (1024, 512):
+            pipeline = 2 * size * width * (2 * outer + inner)
+            pieces = (12 + size) * _ROWS * inner
+            if pipeline + 4 * width * outer + pieces <= 0.9 * chip.vmem_bytes:
+                return Blocks(outer, inner)
+    raise ValueError(f"a head of width {width} in {head.dtype} is too wide for the kernels' VMEM")
+
+
+def block_tokens(tokens: int, head, chip: Chip) -> int:
+    """The list of tokens is padded to a multiple of this."""
+    return min(max(choose_blocks(head, chip)), _round_up(tokens, _COLUMNS))
+
+
+def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool, chip: Chip):
+    """-> statistics [4, N], arbitrary beyond ``count``; Jacobian if ``gradient``, else None."""
+    (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
+    targets = _here(targets, head)
+    outer, inner = choose_blocks(head, chip)
+    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, _COLUMNS))
+    last = vocabulary % inner
+    kernel = functools.partial(
+        _forward_kernel,
+        softmax=softmax,
+        gradient=gradient,
+        tail=last,
+        limited=limit is not None or bool(last),
+    )
+    out_shape = [jax.ShapeDtypeStruct((tokens, 4), jnp.float32)]
+    scratch = [pltpu.VMEM((_ROWS, inner), jnp.float32), pltpu.VMEM((outer, 4), jnp.float32)]
+    if gradient:
+        out_shape.append(jax.ShapeDtypeStruct((tokens, width), hidden.dtype))
+        scratch += [pltpu.VMEM((outer, width), jnp.float32), pltpu.VMEM((_ROWS, inner), head.dtype)]
+    out = pl.pallas_call(
+        kernel,
+        name="token_log_probs_forward",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(_used(count, outer), pl.cdiv(vocabulary, inner)),
+            in_specs=[
+                pl.BlockSpec((outer, width), lambda i, j, *_: (i, 0)),
+                pl.BlockSpec((inner, width), lambda i, j, *_: (j, 0)),
+                pl.BlockSpec((outer, 1), lambda i, j, *_: (i, 0)),
+            ],
+            out_specs=[pl.BlockSpec((outer, x.shape[1]), lambda i, j, *_: (i, 0)) for x in out_shape],
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        cost_estimate=pl.CostEstimate(
+            flops=2 * (1 + gradient) * tokens * vocabulary * width,
+            transcendentals=tokens * vocabulary,
+            bytes_accessed=size * width * ((1 + gradient) * tokens + tokens // outer * vocabulary)
+            + 20 * tokens,
+        ),
+        **_compiler(chip),
+    )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[:, None])
+    statistics = out[0].T
+    if not gradient:
+        return statistics, None
+    top, total, _, chosen = statistics
+    return statistics, Jacobian(out[1], top + jnp.log(total), chosen)
+
+
+def backward(
+    hidden,
+    head,
+    targets,
+    count,
+    limit,
+    softmax: Softmax,
+    ct: Cotangents,
+    jacobian: Jacobian | None,
+    chip: Chip,
+):
+    """-> gradients of the hidden states [N, D] and of this part of the head [V, D]."""
+    targets = _here(targets, head)
+    d_head = _head_gradient(hidden, head, targets, count, limit, softmax, ct, chip)
+    if jacobian is None or ct.slope is not None:
+        d_hidden = _hidden_gradient(hidden, head, targets, count, limit, softmax, ct, chip)
+    else:
+        factor = _slope_of_cap(jacobian.target_logit, softmax) / softmax.temperature
+        target = jnp.where(targets >= 0, ct.target * factor, 0.0)[:, None]
+        base = (ct.base * jnp.exp(jacobian.log_sum_exp - ct.log_sum_exp))[:, None]
+        d_hidden = target * head[jnp.maximum(targets, 0)] - base * jacobian.matrix
+    used = jnp.arange(len(hidden)) < count
+    return jnp.where(used[:, None], d_hidden, 0.0).astype(hidden.dtype), d_head
+
+
+def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents, chip):
+    (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
+    outer, inner = choose_blocks(head, chip)
+    outer, inner = min(outer, _round_up(vocabulary, _ROWS)), min(inner, tokens)
+    blocks = pl.cdiv(vocabulary, outer)
+    per_token = jnp.stack([x for x in ct if x is not None])
+    kernel = functools.partial(
+        _head_kernel, softmax=softmax, slope=ct.slope is not None, limited=limit is not None
+    )
+    return pl.pallas_call(
+        kernel,
+        name="token_log_probs_head_gradient",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            # At least one block, whose zeros make the gradient 0 when no token is scored.
+            grid=(blocks, _used(count, inner, at_least=1)),
+            in_specs=[
+                pl.BlockSpec((inner, width), lambda j, i, *_: (i, 0)),
+                pl.BlockSpec((outer, width), lambda j, i, *_: (j, 0)),
+                pl.BlockSpec((1, inner), lambda j, i, *_: (0, i)),
+                pl.BlockSpec((len(per_token), inner), lambda j, i, *_: (0, i)),
+            ],
+            out_specs=pl.BlockSpec((outer, width), lambda j, i, *_: (j, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((outer, width), jnp.float32),
+                pltpu.VMEM((_ROWS, inner), jnp.float32),
+                pltpu.VMEM((_ROWS, inner), head.dtype),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(head.shape, head.dtype),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * tokens * vocabulary * width,
+            transcendentals=tokens * vocabulary,
+            bytes_accessed=size * width * (2 * vocabulary + blocks * tokens)
+            + 4 * blocks * tokens * (1 + len(per_token)),
+        ),
+        **_compiler(chip),
+    )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[None], per_token)
+
+
+def _hidden_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents, chip):
+    (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
+    outer, inner = choose_blocks(head, chip)
+    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, _COLUMNS))
+    last = vocabulary % inner
+    per_token = jnp.stack([x for x in ct if x is not None], axis=1)
+    kernel = functools.partial(
+        _hidden_kernel,
+        softmax=softmax,
+        slope=ct.slope is not None,
+        tail=last,
+        limited=limit is not None or bool(last),
+    )
+    return pl.pallas_call(
+        kernel,
+        name="token_log_probs_hidden_gradient",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(_used(count, outer), pl.cdiv(vocabulary, inner)),
+            in_specs=[
+                pl.BlockSpec((outer, width), lambda i, j, *_: (i, 0)),
+                pl.BlockSpec((inner, width), lambda i, j, *_: (j, 0)),
+                pl.BlockSpec((outer, 1), lambda i, j, *_: (i, 0)),
+                pl.BlockSpec((outer, per_token.shape[1]), lambda i, j, *_: (i, 0)),
+            ],
+            out_specs=pl.BlockSpec((outer, width), lambda i, j, *_: (i, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((outer, width), jnp.float32),
+                pltpu.VMEM((_ROWS, inner), jnp.float32),
+                pltpu.VMEM((_ROWS, inner), head.dtype),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * tokens * vocabulary * width,
+            transcendentals=tokens * vocabulary,
+            bytes_accessed=size * width * (2 * tokens + tokens // outer * vocabulary)
+            + 4 * tokens * (1 + per_token.shape[1]),
+        ),
+        **_compiler(chip),
+    )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[:, None], per_token)
+
+
+# ---- kernels: pieces of a block in loops, logits in VMEM only ----
+
+
+def _forward_kernel(scalars, x_ref, w_ref, target_ref, out_ref, *refs, softmax, gradient, tail, limited):
+    if gradient:
+        jacobian_ref, logits_ref, state_ref, acc_ref, p_ref = refs
+    else:
+        logits_ref, state_ref = refs
+    i, j, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
+    first = j * len(w_ref)
+
+    @pl.when(j == 0)
+    def _():
+        state_ref[...] = jnp.zeros_like(state_ref)
+        state_ref[:, 0:1] = jnp.full((len(x_ref), 1), MASKED)
+        if gradient:
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    _zero_tail(w_ref, tail, j == last)
+
+    def rows(here):
+        _products(logits_ref, x_ref, here, w_ref)
+        logits = _logits(logits_ref[...], softmax)
+        slope = _slope_of_cap(logits, softmax)
+        ids = lax.broadcasted_iota(jnp.int32, (1, len(w_ref)), 1)
+        if limited:
+            logits = jnp.where(ids < scalars[1] - first, logits, MASKED)
+        hit = ids == target_ref[here, :] - first
+        old = state_ref[here, 0:1]
+        new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+        p, decay = jnp.exp(logits - new), jnp.exp(old - new)
+        state_ref[here, 0:1] = new
+        state_ref[here, 1:2] = state_ref[here, 1:2] * decay + jnp.sum(p, axis=1, keepdims=True)
+        state_ref[here, 2:3] = state_ref[here, 2:3] * decay + jnp.sum(p * logits, axis=1, keepdims=True)
+        state_ref[here, 3:4] += jnp.sum(jnp.where(hit, logits, 0.0), axis=1, keepdims=True)
+        if gradient:
+            p_ref[...] = (p * slope).astype(p_ref.dtype)
+            _accumulate(acc_ref, here, p_ref, w_ref, decay)
+
+    _each_piece(rows, len(x_ref), scalars[0] - i * len(x_ref))
+
+    @pl.when(j == last)
+    def _():
+        out_ref[...] = state_ref[...]
+        if gradient:
+            scale = 1 / (softmax.temperature * jnp.maximum(state_ref[:, 1:2], 1e-30))
+            jacobian_ref[...] = (acc_ref[...] * scale).astype(jacobian_ref.dtype)
+
+
+def _head_kernel(
+    scalars,
+    x_ref,
+    w_ref,
+    target_ref,
+    token_ref,
+    out_ref,
+    acc_ref,
+    logits_ref,
+    d_ref,
+    *,
+    softmax,
+    slope,
+    limited,
+):
+    """Logits are transposed here, [vocabulary, tokens], as the product with the hidden states wants them."""
+    j, i, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
+
+    @pl.when(i == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def rows(here):
+        _products(logits_ref, w_ref, here, x_ref)
+        logits = _logits(logits_ref[...], softmax)
+        ids = j * len(w_ref) + here.start + lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0)
+        values = [token_ref[k : k + 1, :] for k in range(3 + slope)]
+        d = _logit_gradient(logits, ids == target_ref[...], *values, softmax=softmax)
+        d = jnp.where(ids < scalars[1], d, 0.0) if limited else d
+        d_ref[...] = d.astype(d_ref.dtype)
+        _accumulate(acc_ref, here, d_ref, x_ref)
+
+    _each_piece(rows, len(w_ref), len(w_ref))
+
+    @pl.when(i == last)
+    def _():
+        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+
+
+def _hidden_kernel(
+    scalars,
+    x_ref,
+    w_ref,
+    target_ref,
+    token_ref,
+    out_ref,
+    acc_ref,
+    logits_ref,
+    d_ref,
+    *,
+    softmax,
+    slope,
+    tail,
+    limited,
+):
+    i, j, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
+
+    @pl.when(j == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    _zero_tail(w_ref, tail, j == last)
+
+    def rows(here):
+        _products(logits_ref, x_ref, here, w_ref)
+        logits = _logits(logits_ref[...], softmax)
+        ids = j * len(w_ref) + lax.broadcasted_iota(jnp.int32, (1, len(w_ref)), 1)
+        values = [token_ref[here, k : k + 1] for k in range(3 + slope)]
+        d = _logit_gradient(logits, ids == target_ref[here, :], *values, softmax=softmax)
+        d = jnp.where(ids < scalars[1], d, 0.0) if limited else d
+        d_ref[...] = d.astype(d_ref.dtype)
+        _accumulate(acc_ref, here, d_ref, w_ref)
+
+    _each_piece(rows, len(x_ref), scalars[0] - i * len(x_ref))
+
+    @pl.when(j == last)
+    def _():
+        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+
+
+def _logits(products, softmax: Softmax):
+    if softmax.soft_cap is None:
+        return products * (1 / softmax.temperature)
+    return jnp.tanh(products * (1 / softmax.soft_cap)) * (softmax.soft_cap / softmax.temperature)
+
+
+def _slope_of_cap(logits, softmax: Softmax):
+    """d capped product / d product."""
+    if softmax.soft_cap is None:
+        return 1.0
+    return 1.0 - jnp.square(logits * (softmax.temperature / softmax.soft_cap))
+
+
+def _logit_gradient(logits, hit, lse, target, base, slope=None, *, softmax: Softmax):
+    """See ``Cotangents``; with respect to the products."""
+    factor = base if slope is None else base + slope * logits
+    d = -jnp.exp(logits - lse) * factor
+    d = jnp.where(hit, d + target, d) * (1 / softmax.temperature)
+    return d * _slope_of_cap(logits, softmax)
+
+
+def _products(out_ref, a_ref, here, b_ref):
+    """a[here] . b^T"""
+
+    def columns(c, _):
+        those = pl.ds(pl.multiple_of(c * _COLUMNS, _COLUMNS), _COLUMNS)
+        out_ref[:, those] = _dot(a_ref[here, :], b_ref[those, :], ((1,), (1,)))
+        return _
+
+    lax.fori_loop(0, len(b_ref) // _COLUMNS, columns, 0)
+
+
+def _accumulate(acc_ref, here, a_ref, b_ref, decay=None):
+    """acc[here] = decay * acc[here] + a . b"""
+    width = b_ref.shape[1]
+    size = next((n for n in range(_WIDTH, 0, -128) if width % n == 0), width)
+
+    def columns(c, _):
+        those = pl.ds(pl.multiple_of(c * size, size), size)
+        acc = acc_ref[here, those]
+        acc = acc if decay is None else acc * decay
+        acc_ref[here, those] = acc + _dot(a_ref[...], b_ref[:, those], ((1,), (0,)))
+        return _
+
+    lax.fori_loop(0, width // size, columns, 0)
+
+
+def _dot(a, b, contract):
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _each_piece(body, size, used):
+    """``body(slice)`` for the pieces of a block of ``size`` rows that hold some of its ``used`` first."""
+
+    def piece(r, _):
+        body(pl.ds(pl.multiple_of(r * _ROWS, _ROWS), _ROWS))
+        return _
+
+    lax.fori_loop(0, jnp.minimum(size // _ROWS, pl.cdiv(used, _ROWS)), piece, 0)
+
+
+def _zero_tail(w_ref, tail, condition):
+    """Rows of the last block beyond the array hold anything, NaN too, which 0 * p would not remove."""
+    if not tail:
+        return
+
+    @pl.when(condition)
+    def _():
+        whole = -(-tail // _ROWS) * _ROWS
+        start = whole - _ROWS
+        kept = lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0) < tail - start
+        piece = jnp.where(kept, w_ref[start:whole].astype(jnp.float32), 0.0)
+        w_ref[start:whole] = piece.astype(w_ref.dtype)
+        if whole < len(w_ref):
+            w_ref[whole:] = jnp.zeros((len(w_ref) - whole, w_ref.shape[1]), w_ref.dtype)
+
+
+# ---- arguments ----
+
+
+def _here(targets, head):
+    """-1 for targets in other parts of the vocabulary: no row of the last block beyond the array matches."""
+    return jnp.where(targets < len(head), jnp.maximum(targets, -1), -1)
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def _used(count, block, at_least=0):
+    """Blocks that hold one of the ``count`` first tokens; the number of the grid's steps can be dynamic."""
+    blocks = -(-count // block)
+    return max(blocks, at_least) if isinstance(blocks, int) else jnp.maximum(blocks, at_least)
+
+
+def _scalars(count, limit, vocabulary):
+    return jnp.stack([jnp.asarray(x, jnp.int32) for x in (count, vocabulary if limit is None else limit)])
+
+
+def _in_hbm(chip: Chip, *arrays):
+    """XLA would copy small operands to VMEM, without knowing how much of it the kernel takes."""
+    if chip.interpret:
+        return arrays
+    return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays)
+
+
+def _compiler(chip: Chip) -> dict[str, Any]:
+    params = pltpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes
+    )
+    return {"compiler_params": params, "interpret": chip.interpret}
