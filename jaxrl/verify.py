@@ -84,8 +84,8 @@ def verify_resume(config: RunConfig) -> int:
             train.run(straight, _StopAfter(straight.run_dir, STEPS))
             train.run(parts, _StopAfter(parts.run_dir, INTERRUPTED_AFTER, late=1))
             train.run(parts, _StopAfter(parts.run_dir, STEPS))
-        rows = compare(straight, parts) if distributed.is_first() else []
-        rows = distributed.broadcast(rows)
+        distributed.barrier("trained")
+        rows = compare(straight, parts)
     finally:
         distributed.barrier("compared")
         if distributed.is_first():

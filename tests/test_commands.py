@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl import evaluate, export, train
+from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import load, run_cli
 from jaxrl.settings import RunConfig
 
@@ -99,6 +100,30 @@ def test_supervised_training_on_chats_then_export_and_evaluation(command, tmp_pa
     assert a["metrics"] == b["metrics"]
     assert [s["completion"] for s in a["samples"]] == [s["completion"] for s in b["samples"]]
     assert "eval/pass_at_1" in capsys.readouterr().out
+
+
+def test_any_step_is_exported_in_any_type_or_not_at_all(command, tmp_path, monkeypatch):
+    args = command("steps", "algo.name=sft", "data.messages=messages", "batch.micro_batch_tokens=128")
+    args += ["steps=2", "checkpoint.every=1", "optim.learning_rate=1e-2"]
+    assert run_cli(train.main, args) == 0
+    found = {}
+    for step in (1, 2):
+        run, out = f"{tmp_path}/runs/steps/checkpoints/{step}", tmp_path / f"exported{step}"
+        assert run_cli(export.main, ["--run", run, "--output", str(out), "--dtype", "bfloat16"]) == 0
+        found[step] = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+        assert found[step].dtype.name == "bfloat16"
+        with Checkpoints(tmp_path / "runs/steps", read_only=True) as checkpoints:
+            saved = checkpoints.raw(step)["params"]["embed"]
+        np.testing.assert_array_equal(found[step], saved.astype(found[step].dtype))
+    assert (found[1] != found[2]).any()
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("jaxrl.models.hf._side_files", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_cli(export.main, ["--run", f"{tmp_path}/runs/steps", "--output", f"{tmp_path}/new/third"])
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_reward_model_is_scored_on_device(command, fixtures, tmp_path):
