@@ -42,8 +42,8 @@ _VMEM_MIB_ELSEWHERE = 50
 """Of 128 MiB (v5e, v6e) and 64 MiB (v5p, TPU7x), what a kernel may use. The blocks this makes, in bfloat16:
 
     D      v5e, v6e (outer, inner)    v5p
-    4096   1024, 1024                 512, 512
-    5376   1024, 512                  512, 512
+    4096   1024, 1024                 512, 1024
+    5376   1024, 1024                 512, 512
 
 found by compiling: VMEM is 2 x (outer + inner) + 2 x outer rows of D in bfloat16 (the pipeline's buffers),
 and outer rows in float32."""
@@ -83,14 +83,19 @@ def chip_of(mesh: Mesh | None) -> Chip:
 
 def choose_blocks(head, chip: Chip) -> Blocks:
     """The largest that fit: the inner array is read once per outer block."""
-    width, size = head.shape[1], head.dtype.itemsize
     for outer in (1024, 512, 256):
         for inner in (1024, 512):
-            pipeline = 2 * size * width * (2 * outer + inner)
-            pieces = (12 + size) * _ROWS * inner
-            if pipeline + 4 * width * outer + pieces <= 0.9 * chip.vmem_bytes:
+            if _needed_vmem(head, Blocks(outer, inner)) <= chip.vmem_bytes:
                 return Blocks(outer, inner)
-    raise ValueError(f"a head of width {width} in {head.dtype} is too wide for the kernels' VMEM")
+    raise ValueError(f"a head of width {head.shape[1]} in {head.dtype} is too wide for the kernels' VMEM")
+
+
+def _needed_vmem(head, blocks: Blocks) -> int:
+    """Bytes, with a tenth for what the compiler needs."""
+    (outer, inner), width, size = blocks, head.shape[1], head.dtype.itemsize
+    pipeline = 2 * size * width * (2 * outer + inner)
+    pieces = (12 + size) * _ROWS * inner
+    return int((pipeline + 4 * width * outer + pieces) / 0.9)
 
 
 def block_tokens(tokens: int, head, chip: Chip) -> int:
@@ -112,10 +117,10 @@ def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: boo
         tail=last,
         limited=limit is not None or bool(last),
     )
-    out_shape = [jax.ShapeDtypeStruct((tokens, 4), jnp.float32)]
+    out_shape = [_result(chip, (tokens, 4), jnp.float32)]
     scratch = [pltpu.VMEM((_ROWS, inner), jnp.float32), pltpu.VMEM((outer, 4), jnp.float32)]
     if gradient:
-        out_shape.append(jax.ShapeDtypeStruct((tokens, width), hidden.dtype))
+        out_shape.append(_result(chip, (tokens, width), hidden.dtype))
         scratch += [pltpu.VMEM((outer, width), jnp.float32), pltpu.VMEM((_ROWS, inner), head.dtype)]
     out = pl.pallas_call(
         kernel,
@@ -138,7 +143,7 @@ def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: boo
             bytes_accessed=size * width * ((1 + gradient) * tokens + tokens // outer * vocabulary)
             + 20 * tokens,
         ),
-        **_compiler(chip),
+        **_compiler(chip, head),
     )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[:, None])
     statistics = out[0].T
     if not gradient:
@@ -201,14 +206,14 @@ def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents,
                 pltpu.VMEM((_ROWS, inner), head.dtype),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(head.shape, head.dtype),
+        out_shape=_result(chip, head.shape, head.dtype),
         cost_estimate=pl.CostEstimate(
             flops=4 * tokens * vocabulary * width,
             transcendentals=tokens * vocabulary,
             bytes_accessed=size * width * (2 * vocabulary + blocks * tokens)
             + 4 * blocks * tokens * (1 + len(per_token)),
         ),
-        **_compiler(chip),
+        **_compiler(chip, head),
     )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[None], per_token)
 
 
@@ -244,14 +249,14 @@ def _hidden_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangent
                 pltpu.VMEM((_ROWS, inner), head.dtype),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
+        out_shape=_result(chip, hidden.shape, hidden.dtype),
         cost_estimate=pl.CostEstimate(
             flops=4 * tokens * vocabulary * width,
             transcendentals=tokens * vocabulary,
             bytes_accessed=size * width * (2 * tokens + tokens // outer * vocabulary)
             + 4 * tokens * (1 + per_token.shape[1]),
         ),
-        **_compiler(chip),
+        **_compiler(chip, head),
     )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[:, None], per_token)
 
 
@@ -493,8 +498,15 @@ def _in_hbm(chip: Chip, *arrays):
     return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays)
 
 
-def _compiler(chip: Chip) -> dict[str, Any]:
+def _result(chip: Chip, shape, dtype):
+    """In HBM, likewise."""
+    return jax.ShapeDtypeStruct(shape, dtype) if chip.interpret else pltpu.HBM(shape, dtype)
+
+
+def _compiler(chip: Chip, head) -> dict[str, Any]:
+    """What is not asked for is left to XLA, which moves other arrays to VMEM."""
+    needed = _needed_vmem(head, choose_blocks(head, chip))
     params = pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip.vmem_bytes
+        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(needed, 16 * 2**20)
     )
     return {"compiler_params": params, "interpret": chip.interpret}
