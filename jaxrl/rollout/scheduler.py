@@ -42,7 +42,7 @@ def rollout(
     prompts: Prompts,
     *,
     group_size: int,
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     key: np.ndarray,
     tokenizer: Decodes,
     stop: Sequence[str] = (),
@@ -51,18 +51,20 @@ def rollout(
 ) -> Rollouts:
     """Sample ``group_size`` completions of every prompt with the rollout view of the parameters.
 
-    ``key`` [2] uint32 names the random numbers of this call; a sample's own come from (key, prompt id, sample
-    index, position). ``stop`` strings end a completion: its text is cut before the string, its ids and
-    log-probs stay as sampled, up to the token that completed the string. ``progress(finished sequences,
-    tokens so far)`` is called after each dispatch.
+    ``sampling`` is one for all, or one for each of the B sequences. ``key`` [2] uint32 names the random
+    numbers of this call; a sample's own come from (key, prompt id, sample index, position). ``stop`` strings
+    end a completion: its text is cut before the string, its ids and log-probs stay as sampled, up to the
+    token that completed the string. ``progress(finished sequences, tokens so far)`` is called after each
+    dispatch.
     """
-    if sampling.max_new_tokens > engine.max_new_tokens:
-        raise ConfigError(
-            f"max_new_tokens {sampling.max_new_tokens} exceeds the engine's {engine.max_new_tokens}"
-        )
+    total = len(prompts) * group_size
+    samplings = [sampling] * total if isinstance(sampling, Sampling) else sampling
+    longest = max((s.max_new_tokens for s in samplings), default=0)
+    if longest > engine.max_new_tokens:
+        raise ConfigError(f"max_new_tokens {longest} exceeds the engine's {engine.max_new_tokens}")
     if not engine.warm:
         engine.warm_up(params)
-    pending = deque(range(len(prompts) * group_size))
+    pending = deque(range(total))
     sequences = [_Sequence() for _ in pending]
     running: dict[int, int] = {}  # slot -> sequence
     state = engine.new_state()
@@ -76,7 +78,8 @@ def rollout(
             prefix, rows = ready
             requests = []
             while pending and (prompt := pending[0] // group_size) in rows:
-                slot = engine.reserve(prompts.tokens[prompt], sampling.max_new_tokens)
+                asked = samplings[pending[0]]
+                slot = engine.reserve(prompts.tokens[prompt], asked.max_new_tokens)
                 if slot is None:
                     break
                 running[slot] = pending.popleft()
@@ -84,7 +87,7 @@ def rollout(
                     Request(
                         slot=slot,
                         row=rows[prompt],
-                        sampling=sampling,
+                        sampling=asked,
                         prompt_id=prompts.ids[prompt],
                         sample_index=running[slot] % group_size,
                     )

@@ -1,6 +1,9 @@
 """The sampling engine from the outside: what is sampled, its log-probs, and that the schedule cannot change
 either."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +62,14 @@ def prompts():
     return Prompts(ids=[3, 14, 15, 92, 65], tokens=tokens, texts=[""] * 5, examples=[{}] * 5)
 
 
+@functools.cache
+def default_engine(model):
+    return make_engine(model, one_device())
+
+
 def make_engine(model, mesh=None, **changes):
+    if mesh is None and not changes:
+        return default_engine(model)
     options = dict(
         slots=20,
         prefill_rows=5,
@@ -176,6 +186,128 @@ def test_mesh_does_not_change_the_samples(model, params, prompts, split):
         tokenizer=Letters(),
     )
     assert same(expected, got)
+
+
+@pytest.fixture(scope="module")
+def alike(prompts):
+    """Prompts of which all begin with the same 13 tokens, and two are the same up to their last."""
+    start = np.arange(13, dtype=np.int32)
+    tokens = [np.concatenate([start, t[:8]]) for t in prompts.tokens]
+    tokens[1] = np.append(tokens[3][:-1], 5).astype(np.int32)
+    return dataclasses.replace(prompts, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(share_prompts=True, page_tokens=4),
+        dict(share_prompts=True, page_tokens=4, slots=6, cache_bytes=16 * 4 * 512, decode_batches=3),
+    ],
+)
+def test_sharing_pages_and_a_small_cache_do_not_change_the_samples(model, params, alike, changes):
+    """Group prompts and common starts computed once and shared, or everything by itself in one page; room for
+    one and a half sequences, or for all."""
+    expected = sample(model, params, alike, make_engine(model, share_prompts=False, page_tokens=64))
+    engine = make_engine(model, **changes)
+    assert "cache_bytes" not in changes or engine.cache.geometry.pages == 16
+    assert same(expected, sample(model, params, alike, engine))
+
+
+def test_common_starts_are_computed_once(model, params, alike):
+    """16 tokens = 2 chunks of 8; of the start, 8 tokens = 1 chunk, are shared by all."""
+    chunks = []
+    engine = make_engine(model, page_tokens=4)
+    sample(model, params, alike, engine)
+    for name in ("_prefill_one", "_prefill_many"):
+        run = getattr(engine, name)
+        setattr(engine, name, lambda *a, run=run: chunks.append(a[1].shape[0]) or run(*a))
+    sample(model, params, alike, engine)
+    assert chunks == [1, 5, 5]
+
+
+def test_kernel_and_gathered_pages_give_the_same_samples(params, prompts):
+    """The TPU kernel (interpreted) against the gathered cache, with full and sliding-window layers, whose ring
+    of pages goes round."""
+    types = ["sliding_attention", "full_attention"]
+    scratch = {
+        **SCRATCH,
+        "model_type": "qwen2",
+        "layer_types": types,
+        "sliding_window": 9,
+        "use_sliding_window": True,
+    }
+    model = Model(ModelConfig.from_scratch(scratch, vocab_size=VOCAB))
+    assert [kind.window for kind in model.config.layers] == [9, None]
+    params = jax.tree.map(lambda x: 5 * x if x.ndim > 2 else x, model.init(jax.random.key(0), one_device()))
+    options = dict(page_tokens=16, decode_batches=2, slots=8)
+    whole = sample(model, params, prompts, make_engine(model, page_tokens=64, slots=8))
+    assert same(whole, sample(model, params, prompts, make_engine(model, **options)))
+    engine = make_engine(model, decode_attention="pallas", **options)
+    assert engine.cache.geometry.rings == {9: 2} and engine.in_place
+    assert same(whole, sample(model, params, prompts, engine))
+
+
+def test_more_sequences_than_slots_one_prompt_and_one_too_many(model, params, prompts):
+    engine = make_engine(model, slots=8, decode_batches=4)
+    expected = sample(model, params, prompts, make_engine(model))
+    one = sample(model, params, prompts.take([1]), engine, group=9)
+    assert same(sample(model, params, prompts, engine), expected)
+    assert [t.tolist() for t in one.tokens[:4]] == [t.tolist() for t in expected.tokens[4:8]]
+
+
+def test_the_tail_runs_in_smaller_batches(model, params, prompts):
+    """Few long sequences among many short ones: their steps are steps of a small batch."""
+    engine = make_engine(model, slots=8, decode_batches=4, stop_ids=())
+    assert engine.batches == [1, 2, 4, 8]
+    rows = []
+    generate = engine.generate
+
+    def watched(params, state, **options):
+        state, results = generate(params, state, **options)
+        rows.append((next(n for n in engine.batches if n >= len(results.slots)), int(results.counts.max())))
+        return state, results
+
+    engine.generate = watched
+    limits = [2] * 7 + [16]
+    out = rollout(
+        engine,
+        model.unstack(params),
+        prompts.take([0, 1]),
+        group_size=4,
+        sampling=[Sampling(max_new_tokens=n) for n in limits],
+        key=jax.random.key_data(jax.random.key(0)),
+        tokenizer=Letters(),
+    )
+    assert out.lengths.tolist() == limits
+    assert sum(batch * steps for batch, steps in rows) == 8 * 2 + 14
+
+
+def test_each_sequence_has_its_own_sampling(model, params, prompts):
+    engine = make_engine(model, stop_ids=())
+    greedy = sample(model, params, prompts.take([0]), engine, group=1, temperature=0.0)
+    free = sample(model, params, prompts.take([0]), engine, group=3)
+    settings = [Sampling(max_new_tokens=16), Sampling(max_new_tokens=5), Sampling(max_new_tokens=16, top_k=1)]
+    out = rollout(
+        engine,
+        model.unstack(params),
+        prompts.take([0]),
+        group_size=3,
+        sampling=settings,
+        key=jax.random.key_data(jax.random.key(0)),
+        tokenizer=Letters(),
+    )
+    assert out.tokens[0].tolist() == free.tokens[0].tolist()
+    assert out.tokens[1].tolist() == free.tokens[1][:5].tolist()
+    assert out.tokens[2].tolist() == greedy.tokens[0].tolist()
+
+
+def test_several_stop_ids(model, params, prompts):
+    free = sample(model, params, prompts, make_engine(model, stop_ids=()))
+    out = sample(model, params, prompts, make_engine(model, stop_ids=(STOP, 11, 40)))
+    for ids, all_ids, reason in zip(out.tokens, free.tokens, out.stop_reasons, strict=True):
+        hits = np.flatnonzero(np.isin(all_ids, [STOP, 11, 40]))
+        assert ids.tolist() == all_ids[: hits[0] + 1 if hits.size else 16].tolist()
+        assert reason == ("stop" if hits.size else "length")
 
 
 def test_part_of_the_prompts_gives_the_same_samples(model, params, prompts):
