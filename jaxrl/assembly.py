@@ -124,6 +124,7 @@ class Assembly:
             steps_per_dispatch=rollout.steps_per_dispatch,
             stop_ids=stop_ids,
             vocab_limit=self.vocab_limit,
+            filters=config.eval.enabled and config.eval_sampling.filtered,
             cache_dtype=jnp.dtype(rollout.kv_cache_dtype or config.model.compute_dtype),
             decode_batches=rollout.decode_batches,
             page_tokens=rollout.kv_page_tokens,

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -125,7 +126,7 @@ def ragged_against_static(model, mesh, params, repeats: int, slots: int = 16) ->
     prompts = make_prompts(64, 32, model.config.vocab_size)
     samplings = [Sampling(max_new_tokens=n) for n in limits]
     key = np.array([0, 1], np.uint32)
-    options = dict(slots=slots, prefill_rows=slots, max_prompt_tokens=32, max_new_tokens=512)
+    options: Any = dict(slots=slots, prefill_rows=slots, max_prompt_tokens=32, max_new_tokens=512)
     engine = Engine(model, mesh, decode_batches=3, **options)
     static = Engine(model, mesh, **options)
 
@@ -210,6 +211,7 @@ def qwen3_8b(mesh, batch: int, layers: int = 4) -> tuple[Engine, dict]:
         max_new_tokens=1536,
         cache_dtype=jnp.bfloat16,
         stop_ids=(1, 2),
+        filters=False,
     )
     params = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16, sharding=sharding),

@@ -20,6 +20,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are excluded."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def sampling_problems(section) -> Iterable[tuple[str, str]]:
     """Range checks shared by ``rollout`` and ``eval``."""

@@ -111,6 +111,7 @@ class Engine:
         decode_batches: compiled sizes of the decode batch: all slots, half of them, a quarter, ...
         stop_ids: ids that end a completion; () samples to the limit.
         vocab_limit: ids from here on are never sampled (the tokenizer's size).
+        filters: whether requests may have top_k, top_p or min_p; False compiles no sorting.
         page_tokens, cache_bytes, share_prompts: see ``kv_cache``; None: 128 on TPU, else 32, and all the
             slots can use; bytes are of one device.
         decode_attention: ``pallas`` reads the pages in place; ``reference`` gathers those of the running
@@ -131,6 +132,7 @@ class Engine:
         decode_batches: int = 1,
         stop_ids: Sequence[int] = (),
         vocab_limit: int | None = None,
+        filters: bool = True,
         cache_dtype: Any = jnp.float32,
         page_tokens: int | None = None,
         cache_bytes: float | None = None,
@@ -154,7 +156,7 @@ class Engine:
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.steps_per_dispatch = steps_per_dispatch
         self.stop_ids = tuple(sorted(set(stop_ids)))
-        self.vocab_limit = vocab_limit
+        self.vocab_limit, self.filters = vocab_limit, filters
         self.share_prompts = share_prompts
         self.in_place = (
             decode_attention or ("pallas" if platform(mesh) == "tpu" else "reference")
@@ -258,6 +260,8 @@ class Engine:
     ) -> DecodeState:
         """Write prefixes into the pages of reserved slots and start their sequences. ``key`` [2] uint32 is
         the step's; the state is donated."""
+        if not self.filters and any(r.sampling.filtered for r in requests):
+            raise ValueError("top_k, top_p and min_p need an engine with filters")
         slots, cache = state
         lengths = np.asarray(prefix.lengths) if requests else ()
         wanted = [
@@ -459,7 +463,12 @@ class Engine:
             vocab_limit=self.vocab_limit,
         )
         tokens, log_probs = sample(
-            logits, jax.random.wrap_key_data(slots.keys), slots.generated, slots.sampling
+            logits,
+            jax.random.wrap_key_data(slots.keys),
+            slots.generated,
+            slots.sampling,
+            filters=self.filters,
+            mesh=self.mesh,
         )
         generated = slots.generated + active
         stop = active & jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32))

@@ -7,11 +7,17 @@ id, sample index, position) alone: slots, batch size, order and mesh cannot chan
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.sharding import BATCH_AXES, spec_for
 
 _BLOCK = 256
 _OFF = -jnp.inf
@@ -48,32 +54,35 @@ def filter_logits(logits: jax.Array, params: SamplingArrays) -> jax.Array:
     return jnp.where(p < params.min_p[:, None] * p.max(-1, keepdims=True), _OFF, logits)
 
 
-def _kept(mass: jax.Array, logits: jax.Array, params: SamplingArrays) -> jax.Array:
-    """``mass`` of the tokens that the filters keep, else 0. Sorting is skipped when no row asks for it."""
-    wanted = jnp.any((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-    return jax.lax.cond(
-        wanted, lambda: jnp.where(jnp.isfinite(filter_logits(logits, params)), mass, 0.0), lambda: mass
-    )
-
-
 def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
     """One id a row from softmax(logits [B, V]) with uniform [B] in [0, 1): the first id whose cumulative mass
-    exceeds it.
+    exceeds it. Ids of probability 0 are never drawn."""
+    return _draw(logits, logits.max(axis=-1, keepdims=True), uniform, None)[0]
+
+
+def _draw(logits, top, uniform, axis: str | None) -> tuple[jax.Array, jax.Array]:
+    """``draw``, and the total mass [B] relative to exp(top).
 
     In two levels, blocks of 256 ids and ids of the block: cheaper than a sum over the vocabulary, and with
-    smaller rounding. Ids of probability 0 are never drawn.
+    smaller rounding. With ``axis`` the vocabulary is spread over that mesh axis: shards exchange the sums of
+    their blocks, and the one block that was hit.
     """
-    return _draw(jnp.exp(logits - logits.max(axis=-1, keepdims=True)), uniform)
-
-
-def _draw(mass: jax.Array, uniform: jax.Array) -> jax.Array:
-    rows, vocab = mass.shape
-    blocks = jnp.pad(mass, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
-    block_sum = blocks.sum(-1)
-    block, rest = _invert(block_sum, uniform * block_sum.sum(-1))
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % _BLOCK)), constant_values=_OFF)
+    blocks = padded.reshape(rows, -1, _BLOCK)
+    count = blocks.shape[1]
+    sums = jnp.exp(blocks - top[:, :, None]).sum(-1)
+    if axis:
+        sums = jax.lax.all_gather(sums, axis, axis=1, tiled=True)
+    total = sums.sum(-1)
+    block, rest = _invert(sums, uniform * total)
+    own = block - (jax.lax.axis_index(axis) * count if axis else 0)
+    inside = jnp.take_along_axis(blocks, jnp.clip(own, 0, count - 1)[:, None, None], axis=1)[:, 0]
+    inside = jnp.exp(inside - top)
+    if axis:
+        inside = jax.lax.psum(jnp.where(((own >= 0) & (own < count))[:, None], inside, 0.0), axis)
     offset, _ = _invert(inside, rest)
-    return block * _BLOCK + offset
+    return block // count * vocab + block % count * _BLOCK + offset, total
 
 
 def _invert(mass, target):
@@ -88,17 +97,70 @@ def _invert(mass, target):
 
 
 def sample(
-    logits: jax.Array, keys: jax.Array, positions: jax.Array, params: SamplingArrays
+    logits: jax.Array,
+    keys: jax.Array,
+    positions: jax.Array,
+    params: SamplingArrays,
+    *,
+    filters: bool = True,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token a row. logits [B, V] are divided by the temperature (by 1 where it is 0), keys [B] name
-    the sequences, positions [B] count the completion's tokens. Returns int32 tokens [B] and float32 log-probs
-    [B] (nats) under the unfiltered distribution."""
-    uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(key, t)))(keys, positions)
+    """Draw one token a row.
+
+    Args:
+        logits: float32 [B, V], divided by the temperature (by 1 where it is 0).
+        keys: [B] name the sequences; positions [B] count the completion's tokens.
+        filters: False: no row asks for top_k, top_p or min_p, and nothing is sorted.
+        mesh: rows lie over its batch axes, the vocabulary over tensor when that divides it.
+
+    Returns:
+        int32 tokens [B] and float32 log-probs [B] (nats) under the unfiltered distribution.
+    """
+    local = functools.partial(_sample, filters=filters)
+    args = (logits, jax.random.key_data(keys), positions, params)
+    if mesh is None or mesh.size == 1:
+        return local(*args, axis=None, everywhere=())
+    axis = spec_for(["vocab"], logits.shape[1:], mesh)[0]
+    rows = P(BATCH_AXES)
+    local = functools.partial(local, axis=axis, everywhere=mesh.axis_names)
+    specs = (P(BATCH_AXES, axis), rows, rows, rows)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)(*args)
+
+
+def _sample(logits, keys, positions, params, *, filters: bool, axis: str | None, everywhere: Sequence[str]):
+    """``sample`` on one shard of the mesh; ``everywhere`` are all its axes."""
+    fold = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), t)))
+    uniform = fold(keys, positions)
+    vocab = logits.shape[-1]
+    first = jax.lax.axis_index(axis) * vocab if axis else 0
     top = logits.max(axis=-1, keepdims=True)
-    mass = jnp.exp(logits - top)  # one exponential a logit serves the draw and the log-prob
-    drawn = _draw(_kept(mass, logits, params), uniform)
     greedy = params.temperature <= 0
-    best = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis=-1), lambda: jnp.zeros_like(drawn))
+    best = jax.lax.cond(
+        jnp.any(greedy), lambda: first + jnp.argmax(logits, axis=-1), lambda: jnp.zeros(len(logits), int)
+    )
+    if axis:
+        tops = jax.lax.all_gather(top, axis, axis=1, tiled=True)
+        best = jax.lax.all_gather(best, axis, axis=1)
+        best = jnp.take_along_axis(best, tops.argmax(-1)[:, None], axis=-1)[:, 0]
+        top = tops.max(-1, keepdims=True)
+    if filters:
+        wanted = jnp.any((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+        # The same on every shard, as the filters look at the whole vocabulary.
+        wanted = jax.lax.pmax(wanted.astype(int), everywhere) > 0 if everywhere else wanted
+
+        def filtered():
+            whole = jax.lax.all_gather(logits, axis, axis=1, tiled=True) if axis else logits
+            return jax.lax.dynamic_slice_in_dim(filter_logits(whole, params), first, vocab, 1)
+
+        kept = jax.lax.cond(wanted, filtered, lambda: logits)
+        drawn, _ = _draw(kept, top, uniform, axis)
+        total = jnp.exp(logits - top).sum(-1)
+        total = jax.lax.psum(total, axis) if axis else total
+    else:
+        drawn, total = _draw(logits, top, uniform, axis)
     tokens = jnp.where(greedy, best, drawn).astype(jnp.int32)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
-    return tokens, chosen[:, 0] - jnp.log(mass.sum(-1))
+    own = tokens - first
+    chosen = jnp.take_along_axis(logits, jnp.clip(own, 0, vocab - 1)[:, None], axis=-1)[:, 0]
+    if axis:
+        chosen = jax.lax.psum(jnp.where((own >= 0) & (own < vocab), chosen, 0.0), axis)
+    return tokens, chosen - top[:, 0] - jnp.log(total)

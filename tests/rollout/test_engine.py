@@ -226,8 +226,8 @@ def test_common_starts_are_computed_once(model, params, alike):
 
 
 def test_kernel_and_gathered_pages_give_the_same_samples(params, prompts):
-    """The TPU kernel (interpreted) against the gathered cache, with full and sliding-window layers, whose ring
-    of pages goes round."""
+    """The TPU kernel (interpreted) against the gathered cache, with full and sliding-window layers, whose
+    ring of pages goes round."""
     types = ["sliding_attention", "full_attention"]
     scratch = {
         **SCRATCH,

@@ -38,6 +38,7 @@ def decode_program(topology, mesh_config, *, slots, layers, tokens=2048, **chang
         cache_dtype=jnp.bfloat16,
         stop_ids=(1, 2),
         vocab_limit=151669,
+        filters=False,
     )
     params = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16, sharding=sharding),
