@@ -58,15 +58,15 @@ def test_a_decode_step_reads_weights_and_cache_once(slots):
     """Qwen3-8B, v5e:4x4 as data 4 x tensor 4, 2048 tokens a slot: at most 1.15 of weights + full cache."""
     engine, params, compiled = decode_program("v5e:4x4", MeshConfig(data=4, tensor=4), slots=slots, layers=4)
     chip = chip_of("v5e:4x4")
-    once, twice = (program_cost(compiled, chip, trips=n) for n in (1, 2))
-    assert once.unknown_loops == twice.unknown_loops and len(once.unknown_loops) == 1
+    cost = program_cost(compiled, chip, trips=1)  # a dispatch of one step, what comes before it included
+    assert len(cost.unknown_loops) == 1
     weights = sum(local_bytes(x.shape, x.sharding) for x in jax.tree.leaves(params))
     weights -= local_bytes(params["embed"].shape, params["embed"].sharding)  # a few rows of it are read
     pages = NamedSharding(engine.mesh, engine.cache.spec)
     cache = 2 * 4 * local_bytes((slots, 8, 2048, 128), pages)
-    assert twice.hbm_bytes - once.hbm_bytes < 1.15 * (weights + cache)
+    assert cost.hbm_bytes < 1.15 * (weights + cache)
     # Pages are updated in place: beside the arguments there is room for logits, but for no second cache.
-    assert once.temp_bytes < 0.3e9 and once.alias_bytes > cache
+    assert cost.temp_bytes < 0.3e9 and cost.alias_bytes > cache
 
 
 @pytest.mark.slow
