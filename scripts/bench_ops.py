@@ -5,9 +5,9 @@
 
 For each chip: 8192 tokens in bfloat16, log-probs alone (forward) and both gradients of a policy loss. temp
 and HBM bytes are exact for the program. ``est ms`` sums, over its operations, the larger of matrix and HBM
-time, with kernels at the peak of the matrix units: a floor for them. ``--profile`` divides it by the share of
-the peak that the final instruction schedule of a kernel's steady state reaches (the compiler's own static
-count, minutes per kernel). ``x floor`` is against the products that the implementation makes.
+time; our kernels at the share of the matrix units' peak that their final instruction schedule reaches in its
+steady state, by the compiler's own static count: ``SHARES``, or measured anew with ``--profile`` (minutes).
+``x floor`` is against the products that the implementation makes, at the peak.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ SIZES = {"qwen": (4096, 151936), "gemma": (5376, 262144)}
 """Width and vocabulary of Qwen3-8B and Gemma-3-27B."""
 TOKENS = 8192
 TOPOLOGIES = {"v5e": ("v5e:1x1", "v5e:2x4"), "v5p": ("v5p:1x1x1", "v5p:2x2x2"), "v6e": ("v6e:1x1", "v6e:2x4")}
+SHARES = {
+    "v5e": {"forward": 0.91, "gradients": 0.93},
+    "v5p": {"gradients": 0.90},
+    "v6e": {"forward": 0.68, "gradients": 0.73},
+}
+"""Of the peak, by the static count with libtpu 0.0.42.1: D 4096 (v5p: D 2048 for the kernel that gives
+log-probs and J). What is missing counts at the peak."""
+CORES = {"v5p": 2}
+"""TensorCores of a device, each of which takes its part of a kernel's grid; 1 elsewhere."""
 PRODUCTS = {"naive": 3, "chunked": 4, "pallas": 4, "tokamax": 4}
 
 QUOTED = [
@@ -188,7 +197,8 @@ def profile(chip: str, width: int) -> dict[str, float]:
     for kernel in ("forward", "jacobian", "head"):
         one, two = (_static_cycles(chip, width, kernel, steps) for steps in (1, 2))
         cycles[kernel] = two - one
-    ideal = 2 * 256 * 1024 * width / CHIPS[chip].flops_per_second * CHIPS[chip].clock_hz
+    peak = CHIPS[chip].flops_per_second / CORES.get(chip, 1)
+    ideal = 2 * 256 * 1024 * width / peak * CHIPS[chip].clock_hz
     return {
         "forward": ideal / cycles["forward"],
         "gradients": 4 * ideal / (cycles["jacobian"] + cycles["head"]),
@@ -345,7 +355,7 @@ def main() -> None:
     rows, shares = [], {}
     for chip in args.chips:
         for size in args.sizes:
-            share = profile(chip, SIZES[size][0]) if args.profile else {}
+            share = profile(chip, SIZES[size][0]) if args.profile else SHARES.get(chip, {})
             shares[f"{chip} {size}"] = share
             for eight in (False, True)[: 1 + args.eight]:
                 rows += tpu_rows(chip, eight, size, share)
@@ -353,11 +363,8 @@ def main() -> None:
     if rows:
         console.print(tpu_table(rows))
     for name, share in shares.items():
-        if share:
-            console.print(
-                f"{name}: share of the matrix units' peak, forward {share['forward']:.2f}, "
-                f"both gradients {share['gradients']:.2f}"
-            )
+        known = ", ".join(f"{what} {value:.2f}" for what, value in share.items())
+        console.print(f"{name}: kernels' share of the matrix units' peak: {known or 'not known, taken as 1'}")
     cpu = cpu_rows() if args.cpu else []
     if cpu:
         console.print(cpu_table(cpu))

@@ -15,7 +15,9 @@ A log-prob's gradient therefore takes 4 F, the least without keeping logits; one
 says nothing of them: asked for without J, or 6 F with).
 
 HBM bytes: hidden states and head are read once, and the one of them that a kernel has in its inner loop once
-per block of the other; each result is written once. Nothing is read back and added to.
+per block of the other; each result is written once. Nothing is read back and added to. The instruction
+schedules keep the matrix units busy for 93 % of both gradients' time on v5e, about 90 % on v5p, 73 % on v6e,
+where the elementwise work is no longer small beside the products (``scripts/bench_ops.py``).
 """
 
 from __future__ import annotations
