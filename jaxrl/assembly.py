@@ -134,7 +134,7 @@ class Assembly:
 
     def refresh(self):
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
-        dtype = jnp.dtype(self.config.rollout.weight_dtype or self.config.model.compute_dtype)
+        dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
         return make_refresh(self.model, self.mesh, dtype)
 
     def param_shapes(self) -> Any:

@@ -143,6 +143,7 @@ def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
                 "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
                 "stop_reason": completions.stop_reasons[i],
                 "length": len(completions.tokens[i]),
+                "policy_version": completions.policy_versions[i],
                 "tokens": completions.tokens[i].tolist(),
             }
         )

@@ -58,7 +58,7 @@ def timed(run, repeats: int) -> tuple[float, float]:
 def load(folder: str):
     model = Model(hf.load_config(folder))
     mesh = make_mesh(devices=jax.devices()[:1])
-    params = make_refresh(model, mesh, jnp.dtype("float32"))(hf.load_params(folder, model, mesh))
+    params = make_refresh(model, mesh, "float32")(hf.load_params(folder, model, mesh))
     return model, mesh, jax.block_until_ready(params)
 
 

@@ -73,10 +73,20 @@ def project(x: jax.Array, weight: nnx.Param, dtype, *, inputs: int = 1) -> jax.A
 
     As one plain matrix product, which is what compilers do best; merging axes keeps a sharding of the first.
     """
-    w = weight[...].astype(dtype)
+    w: Any = weight[...]
+    scale = None
+    if hasattr(w, "qvalue"):  # int8, see rollout/weights.py: its scales have one number an output
+        w, scale = w.qvalue, w.scale.reshape(-1)
     out = w.shape[inputs:]
     rows = x.reshape(-1, math.prod(w.shape[:inputs]))
-    return (rows @ w.reshape(rows.shape[1], -1)).reshape(*x.shape[:2], *out)
+    y = rows @ w.astype(dtype).reshape(rows.shape[1], -1)
+    return (y if scale is None else (y * scale).astype(dtype)).reshape(*x.shape[:2], *out)
+
+
+def matrix(weight: nnx.Param, dtype) -> jax.Array:
+    """A weight as one array of ``dtype``, int8 multiplied out."""
+    w: Any = weight[...]
+    return (w.qvalue * w.scale if hasattr(w, "qvalue") else w).astype(dtype)
 
 
 class RMSNorm(nnx.Module):

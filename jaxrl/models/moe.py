@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import Context, activation, param
+from jaxrl.models.layers import Context, activation, matrix, param
 from jaxrl.sharding import BATCH_AXES, batch_shards
 
 
@@ -48,7 +48,7 @@ class Moe(nnx.Module):
         return y, (counts, jnp.einsum("bte,bt->e", probs, real))
 
     def _experts(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, context: Context) -> jax.Array:
-        gate, up, down = (w[...].astype(context.dtype) for w in (self.gate, self.up, self.down))
+        gate, up, down = (matrix(w, context.dtype) for w in (self.gate, self.up, self.down))
         mesh = context.mesh
         if mesh is None:
             return sorted_experts(x, weights, chosen, gate, up, down, self.activation)

@@ -76,8 +76,10 @@ class RolloutConfig:
         "compiled sizes of the decode batch: all slots, half of them, a quarter, ...; the last sequences "
         "of a rollout run in a smaller one",
     )
-    weight_dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "dtype of the sampler's weights; null: model.compute_dtype"
+    weight_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
+        None,
+        "dtype of the sampler's weights; null: model.compute_dtype. int8: the layers' matrices, with a scale "
+        "an output channel; sampler and trainer then differ, and algo.sampler_correction sees to it",
     )
     kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the kv cache; null: model.compute_dtype"

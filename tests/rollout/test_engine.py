@@ -12,6 +12,7 @@ import pytest
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
 from jaxrl.config import ConfigError
+from jaxrl.metrics import CompilationCounter
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
@@ -340,28 +341,33 @@ def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
     assert all(out.tokens[i].tolist() == free.tokens[i].tolist() for i in others)
 
 
-def test_nothing_compiles_after_the_first_call(model, params, prompts):
-    engine = make_engine(model)
+def test_nothing_compiles_after_the_first_call(model, params):
+    """Prompts of 5 to 60 tokens, alone, together and with a common start; limits 33 and 317; evaluation."""
+    engine = make_engine(
+        model, slots=8, max_prompt_tokens=60, max_new_tokens=317, steps_per_dispatch=32, decode_batches=3
+    )
     rollout_params = model.unstack(params)
     key = jax.random.key_data(jax.random.key(0))
 
-    def go(some, group, limit):
+    def go(lengths, group, **sampling):
+        tokens = [np.arange(n, dtype=np.int32) for n in lengths]
+        count = len(tokens)
         rollout(
             engine,
             rollout_params,
-            some,
+            Prompts(ids=range(count), tokens=tokens, texts=[""] * count, examples=[{}] * count),
             group_size=group,
-            sampling=Sampling(max_new_tokens=limit),
+            sampling=Sampling(**sampling),
             key=key,
             tokenizer=Letters(),
         )
 
-    go(prompts, 4, 16)
-    from jaxrl.metrics import CompilationCounter
-
+    go([5], 1, max_new_tokens=2)
     with CompilationCounter() as counter:
-        go(prompts, 3, 9)
-        go(Prompts(ids=[1], tokens=[np.arange(24, dtype=np.int32)], texts=[""], examples=[{}]), 1, 2)
+        go([5, 60, 17], 4, max_new_tokens=33)
+        go([41], 1, max_new_tokens=33)
+        go([9, 33, 25, 60, 59, 8, 7], 1, max_new_tokens=7, temperature=0.0)
+        go([5, 60], 3, max_new_tokens=317, top_p=0.9)
         assert counter.metrics()["compile/count"] == 0
 
 
