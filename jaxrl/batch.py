@@ -52,6 +52,40 @@ class Prompts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Ids as the policy saw and wrote them: a prompt, and what was only ever appended to it."""
+
+    prompt: np.ndarray
+    """[n] int32."""
+    tokens: np.ndarray
+    """[T] int32; as ``Rollouts.tokens``, and so are the other two."""
+    loss_mask: np.ndarray
+    rollout_log_probs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What turns a completion into an episode."""
+
+    turns: int
+    """Turns of the policy."""
+    reward: float
+    """Sum over the environment's steps."""
+    metrics: Mapping[str, float]
+    """The environment's own, summed over its steps."""
+    seconds: float
+    """The environment's time, of all steps."""
+    failure: str | None
+    """exception, timeout, crash or type: the environment failed, and the episode counts as
+    ``rewards.on_error`` says."""
+    messages: Sequence[Mapping[str, Any]]
+    """The whole conversation."""
+    rows: Sequence[Row] = ()
+    """Later rows. Where the chat template rewrites earlier messages, nothing can be appended: what follows is
+    a row of its own, whose prompt is the conversation as it is rendered now."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollouts:
     """B sampled sequences, the G of one prompt next to each other (host side)."""
 
@@ -64,24 +98,43 @@ class Rollouts:
     rollout_log_probs: Sequence[np.ndarray]
     """[B] ragged float32, nats."""
     stop_reasons: Sequence[str]
-    """[B] "stop" (a stop token or string) or "length" (cut by the token limit)."""
+    """[B] "stop" (a stop token or string; an episode: the environment was done), "length" (cut by a token
+    limit), "turns" (an episode out of turns) or "error" (its environment failed)."""
     texts: Sequence[str]
-    """[B] decoded completions, stop strings cut."""
+    """[B] decoded completions, stop strings cut; of an episode the last turn, which has the answer."""
     policy_versions: Sequence[int]
     """[B] number of parameter updates the sampler's weights had seen."""
+    episodes: Sequence[Episode] = ()
+    """[B]; empty without an environment."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def rows(self, i: int) -> list[Row]:
+        """Sequence ``i`` as rows to train on: one, and the later ones of an episode."""
+        first = Row(
+            prompt=self.prompts.tokens[i // self.group_size],
+            tokens=self.tokens[i],
+            loss_mask=self.loss_mask[i],
+            rollout_log_probs=self.rollout_log_probs[i],
+        )
+        return [first, *(self.episodes[i].rows if self.episodes else ())]
+
     @property
     def lengths(self) -> np.ndarray:
-        """[B] completion tokens."""
-        return np.array([len(t) for t in self.tokens], np.int32)
+        """[B] completion tokens, of all rows; what an environment wrote is among them."""
+        return np.array([sum(len(r.tokens) for r in self.rows(i)) for i in range(len(self))], np.int32)
+
+    @property
+    def sampled(self) -> list[np.ndarray]:
+        """[B] ragged int32: the tokens that the policy chose."""
+        rows = [self.rows(i) for i in range(len(self))]
+        return [np.concatenate([r.tokens[r.loss_mask > 0] for r in own]) for own in rows]
 
     @property
     def truncated(self) -> np.ndarray:
-        """[B] bool: ended by the token limit."""
-        return np.array([r == "length" for r in self.stop_reasons], bool)
+        """[B] bool: ended by a limit, of tokens or turns."""
+        return np.array([r in ("length", "turns") for r in self.stop_reasons], bool)
 
     def take(self, groups: Sequence[int]) -> Rollouts:
         """The groups of the given prompts only (indexes into the P prompts)."""
@@ -95,6 +148,7 @@ class Rollouts:
             stop_reasons=[self.stop_reasons[i] for i in rows],
             texts=[self.texts[i] for i in rows],
             policy_versions=[self.policy_versions[i] for i in rows],
+            episodes=[self.episodes[i] for i in rows] if self.episodes else (),
         )
 
     def __add__(self, other: Rollouts) -> Rollouts:
@@ -108,6 +162,7 @@ class Rollouts:
             stop_reasons=[*self.stop_reasons, *other.stop_reasons],
             texts=[*self.texts, *other.texts],
             policy_versions=[*self.policy_versions, *other.policy_versions],
+            episodes=[*self.episodes, *other.episodes],
         )
 
 

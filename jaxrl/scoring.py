@@ -18,6 +18,7 @@ class Scorer:
 
     def __init__(self, parts: Assembly):
         config = parts.config
+        self._config = config.rewards
         self._models = {}
         for number, term in enumerate(config.rewards.terms):
             if term.is_model:
@@ -33,14 +34,19 @@ class Scorer:
         examples = [example for example in rollouts.prompts.examples for _ in range(group)]
         names = dict.fromkeys(name for example in rollouts.prompts.examples for name in example)
         given = {title: model.score(rollouts) for title, model in self._models.items()}
+        failed = {i: e.failure for i, e in enumerate(rollouts.episodes) if e.failure}
+        for term in self._config.terms:
+            if term.is_environment:
+                given[term.title] = np.array([episode.reward for episode in rollouts.episodes])
         told = None
         if self._pool is not None:
             scores = self._pool.score(
                 [text for text in rollouts.prompts.texts for _ in range(group)],
                 rollouts.texts,
-                list(rollouts.tokens),
+                rollouts.sampled,
                 {name: [example.get(name) for example in examples] for name in names},
                 given=given,
+                failed=failed,
             )
             parts = {name: part.tolist() for name, part in scores.parts.items()}
             told = [scores.rewards.tolist(), parts, scores.errors, scores.answers]

@@ -20,6 +20,7 @@ from jaxrl.checkpoint import CheckpointConfig
 from jaxrl.config import factory, setting
 from jaxrl.data.config import DataConfig
 from jaxrl.data.packing import BatchConfig
+from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.metrics import MetricsConfig, ProfileConfig
 from jaxrl.models.config import ModelSource
 from jaxrl.rewards.config import RewardsConfig
@@ -88,6 +89,7 @@ class RunConfig:
     data: DataConfig = factory(DataConfig, "training prompts")
     eval: EvalConfig = factory(EvalConfig, "held-out evaluation")
     rollout: RolloutConfig = factory(RolloutConfig, "sampling")
+    environment: EnvironmentConfig = factory(EnvironmentConfig, "what answers between turns")
     rewards: RewardsConfig = factory(RewardsConfig, "rewards")
     algo: AlgoConfig = factory(AlgoConfig, "how rewards become a gradient")
     optim: OptimConfig = factory(OptimConfig, "optimizer")
@@ -160,6 +162,12 @@ class RunConfig:
             and self.profile.start_step > self.steps
         ):
             yield "profile.start_step", f"{self.profile.start_step} comes after the last step ({self.steps})"
+        for number, term in enumerate(self.rewards.terms):
+            if term.is_environment and self.environment.name is None:
+                yield (
+                    f"rewards.terms.{number}.name",
+                    "'environment', but no environment is given (environment.name)",
+                )
         yield from self._sampling_problems()
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:
@@ -219,7 +227,17 @@ class RunConfig:
                 [f"rollout.{key}" for key in sampling],
                 "supervised training samples only in evaluation (eval.*)",
             ),
-            (supervised and not held_out, ["rollout", "rewards"], f"supervised training, and {no_eval}"),
+            (
+                supervised and not held_out,
+                ["rollout", "rewards", "environment"],
+                f"supervised training, and {no_eval}",
+            ),
+            (self.environment.name is None, ["environment"], "environment.name is null: there is one turn"),
+            (
+                self.environment.workers == 0,
+                ["environment.timeout_seconds"],
+                "environment.workers is 0: steps run in this process",
+            ),
             (not held_out, [key for key in eval_keys if key not in switches], no_eval),
             (
                 self.eval.temperature == 0,

@@ -118,6 +118,23 @@ class Renderer:
             ids = self.tokenizer.encode(text)
         return Prompt(np.array(ids, np.int32), text, row)
 
+    def opening(self, row: Row, text: str) -> list[Message]:
+        """The messages of a row's prompt, whose rendered text is ``text``."""
+        return [{"role": "user", "content": text}] if self.plain else self.conversation(row)
+
+    def following(self, messages: Sequence[Message], context: str) -> str:
+        """Text up to where the assistant's next turn begins: the conversation by the chat template, or in
+        plain text ``context`` and what came after the last turn. It need not begin with ``context``, the text
+        so far: some templates rewrite earlier messages (strip their reasoning, say).
+
+        Raises:
+            ConfigError: the template refuses the conversation.
+        """
+        if not self.plain:
+            return self._render(messages, add_generation_prompt=True)
+        turn = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return context + "".join(message["content"] for message in messages[turn + 1 :])
+
     def training_row(self, row: Row) -> TrainingRow:
         """The row with the assistant's tokens marked.
 

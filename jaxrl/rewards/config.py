@@ -12,7 +12,9 @@ from jaxrl.config import ConfigError, factory, from_dict, nearest, required, set
 from jaxrl.rewards import calls
 
 REWARD_MODEL = "reward_model"
-"""The one term that no function scores: the training loop does, on device, and hands the pool its part."""
+"""The term that a model scores, on device; the training loop hands the pool its part."""
+ENVIRONMENT = "environment"
+"""The term that the environment's steps give, summed over an episode; it too is handed to the pool."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,8 @@ class RewardTerm:
     """One part of the reward."""
 
     name: str = required(
-        "a built-in (math_answer, format, ...), reward_model, or your function: package.module:name or "
-        "file.py:name"
+        "a built-in (math_answer, format, ...), reward_model, environment (the sum of an episode's rewards), "
+        "or your function: package.module:name or file.py:name"
     )
     weight: float = setting(1.0, "factor of this term in the sum; may be negative, not 0")
     args: dict[str, Any] = factory(dict, "keyword arguments of the function; for reward_model: path, ...")
@@ -59,6 +61,15 @@ class RewardTerm:
     def is_model(self) -> bool:
         return self.name == REWARD_MODEL
 
+    @property
+    def is_environment(self) -> bool:
+        return self.name == ENVIRONMENT
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the term is scored elsewhere, not by a function."""
+        return self.is_model or self.is_environment
+
     def problems(self) -> Iterable[tuple[str, str]]:
         """Raises UserCodeError when importing a user's function raises."""
         if not math.isfinite(self.weight) or self.weight == 0:
@@ -68,6 +79,10 @@ class RewardTerm:
                 "label",
                 f"{self.label!r}: must not contain '/', which separates the parts of a metric's name",
             )
+        if self.is_environment:
+            if self.args:
+                yield "args", "the environment term takes none; the environment's own are environment.args"
+            return
         if self.is_model:
             try:
                 from_dict(RewardModelArgs, self.args, "args")
@@ -80,8 +95,8 @@ class RewardTerm:
             yield from (("name", message) for _, message in error.problems)
 
     def dead_options(self, explicit: frozenset[str]) -> Iterable[tuple[str, str]]:
-        if self.is_model and "per_sample" in explicit:
-            yield "per_sample", "has no effect on reward_model, which is scored on device; leave it out"
+        if self.is_given and "per_sample" in explicit:
+            yield "per_sample", f"has no effect on {self.name}, which no function scores; leave it out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,9 +130,9 @@ class RewardsConfig:
         return self.task_term or (self.terms[0].title if self.terms else "")
 
     @property
-    def model_terms(self) -> list[RewardTerm]:
-        """Terms that the training loop scores on device."""
-        return [term for term in self.terms if term.is_model]
+    def given_terms(self) -> list[RewardTerm]:
+        """Terms that no function scores."""
+        return [term for term in self.terms if term.is_given]
 
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.workers < 0:

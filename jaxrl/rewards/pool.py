@@ -91,7 +91,7 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig):
         self._config = config
-        self._functions = [term for term in config.terms if not term.is_model]
+        self._functions = [term for term in config.terms if not term.is_given]
         named = [(term.name, dict(term.args)) for term in self._functions]
         setup = Setup(terms=named, timeout_seconds=config.timeout_seconds)
         rewards = [calls.load(name, args) for name, args in setup.terms]
@@ -111,12 +111,16 @@ class RewardPool:
         token_ids: Sequence[Sequence[int] | np.ndarray],
         columns: Mapping[str, Sequence[Any]],
         given: Mapping[str, np.ndarray] | None = None,
+        failed: Mapping[int, str] | None = None,
     ) -> Scores:
         """Rewards of B samples, the samples of a prompt next to each other.
 
         Args:
             columns: the dataset's columns, a list of B values each.
-            given: [B] values (NaN abstains) of the terms that were scored elsewhere (reward_model), by label.
+            given: [B] values (NaN abstains) of the terms that were scored elsewhere (reward_model,
+                environment), by label.
+            failed: samples that are no completions, with the kind of failure: they count as failed in every
+                term.
         """
         rows = calls.Rows(
             prompts=list(prompts),
@@ -130,6 +134,8 @@ class RewardPool:
         with self._lock:
             if len(rows):
                 self._run(rows, batch)
+        for row, kind in (failed or {}).items():
+            batch.lose(row, kind)
         return batch.scores()
 
     @property
@@ -225,11 +231,9 @@ class _Batch:
         self.answers: list[str | None] = [None] * size
 
     def give(self, given: Mapping[str, np.ndarray]) -> None:
-        wanted = {term.title for term in self._config.model_terms}
+        wanted = {term.title for term in self._config.given_terms}
         if set(given) != wanted:
-            raise ValueError(
-                f"given parts {sorted(given)}; needed are the reward_model terms {sorted(wanted)}"
-            )
+            raise ValueError(f"given parts {sorted(given)}; needed are those of {sorted(wanted)}")
         for title, values in given.items():
             values = np.asarray(values, np.float64)
             if values.shape != (self.size,):
@@ -253,6 +257,13 @@ class _Batch:
         self.parts[title][row] = 0.0 if self._config.on_error == "zero" else np.nan
         self.errors[f"{title}/{kind}"] += 1
         self.failed[term].add(row)
+
+    def lose(self, row: int, kind: str) -> None:
+        """The environment failed: nothing of the sample counts."""
+        for part in self.parts.values():
+            part[row] = 0.0 if self._config.on_error == "zero" else np.nan
+        self.errors[f"environment/{kind}"] += 1
+        self.answers[row] = None
 
     def scores(self) -> Scores:
         weights = {term.title: term.weight for term in self._config.terms}

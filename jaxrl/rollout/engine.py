@@ -38,14 +38,14 @@ class Prefix(NamedTuple):
     cache: Any
     """Per layer k and v [rows, K, prompt length, H]."""
     hidden: jax.Array
-    """[rows, D] final hidden state of each prompt's last token: what the first token is sampled from."""
+    """[rows, D] final hidden state of each row's last token: what the next token is sampled from."""
     lengths: jax.Array
-    """[rows] int32 prompt tokens."""
+    """[rows] int32 tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A sequence for ``insert``."""
+    """A sequence for ``insert`` or ``append``."""
 
     slot: int
     """From ``reserve``."""
@@ -55,6 +55,8 @@ class Request:
     prompt_id: int
     sample_index: int
     """They name the sequence's random numbers."""
+    position: int = 0
+    """Number of its first random number: how many tokens an episode has had."""
 
 
 @jax.tree_util.register_dataclass

@@ -94,7 +94,7 @@ def test_good_settings():
         "reward_model",
     ]
     assert config.task == "math_answer"
-    assert [term.title for term in config.model_terms] == ["reward_model"]
+    assert [term.title for term in config.given_terms] == ["reward_model"]
 
 
 def test_a_user_module_that_raises_is_user_code(tmp_path):
