@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from jax.sharding import Mesh
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints, shapes_with
 from jaxrl.config import ConfigError
+from jaxrl.data.chat import Renderer
 from jaxrl.data.packing import BatchShape
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.settings import RunConfig
 from jaxrl.sharding import batch_shards, make_mesh, named, platform
@@ -80,8 +83,9 @@ class Assembly:
         """The static shape of the update's batch."""
         config = self.config
         group = 1 if config.algo.supervised else config.rollout.group_size
+        samples = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
         return config.batch.shape(
-            -(-config.data.prompts_per_step * group // config.algo.num_minibatches),
+            samples * config.environment.rows,
             self.longest_tokens,
             num_shards=batch_shards(self.mesh),
             group_size=group,
@@ -130,7 +134,18 @@ class Assembly:
             page_tokens=rollout.kv_page_tokens,
             cache_bytes=None if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30,
             share_prompts=rollout.share_prompts,
+            multi_turn=config.environment.name is not None,
         )
+
+    def multi_turn(self, stack: ExitStack) -> MultiTurn | None:
+        """What makes completions episodes, when there is an environment; closed with ``stack``."""
+        config = self.config
+        if config.environment.name is None:
+            return None
+        renderer = Renderer(config.data, self.tokenizer)
+        parts = MultiTurn(config.environment, renderer, self.tokenizer, config.rewards.on_error)
+        stack.callback(parts.close)
+        return parts
 
     def refresh(self):
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""

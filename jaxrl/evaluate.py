@@ -33,10 +33,11 @@ from jaxrl.preemption import check
 from jaxrl.progress import Progress
 from jaxrl.rewards.pool import Scores
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
-from jaxrl.stages import step_key
+from jaxrl.stages import episode_metrics, step_key
 from jaxrl.storage import Folder, is_remote
 
 EVAL_STREAM = 2**31
@@ -50,6 +51,7 @@ def evaluate(
     prompts: Prompts,
     scorer: Scorer,
     *,
+    multi_turn: MultiTurn | None = None,
     policy_version: int = 0,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
@@ -79,6 +81,7 @@ def evaluate(
         stop=config.rollout.stop,
         policy_version=policy_version,
         progress=report,
+        multi_turn=multi_turn,
     )
     scores = scorer.score(completions)
     return metrics(config, completions, scores), completions, scores
@@ -102,6 +105,7 @@ def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[st
     for name, part in scores.parts.items():
         if np.isfinite(part).any():
             found[f"eval/reward/{name}"] = float(np.nanmean(part))
+    found |= {f"eval/{name}": value for name, value in episode_metrics(completions).items()}
     if group > 1:
         found["eval/pass_at_k"] = float(np.mean([pass_at_k(group, int(row.sum()), group) for row in passed]))
         found["eval/maj_at_k"] = majority(scores.answers, passed)
@@ -132,7 +136,8 @@ def majority(answers: Sequence[str | None], passed: np.ndarray) -> float:
 
 def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     """Completions as rows that a person can read."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    lengths = completions.lengths
     for i, text in enumerate(completions.texts):
         rows.append(
             {
@@ -142,11 +147,13 @@ def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
                 "reward": float(scores.rewards[i]),
                 "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
                 "stop_reason": completions.stop_reasons[i],
-                "length": len(completions.tokens[i]),
+                "length": int(lengths[i]),
                 "policy_version": completions.policy_versions[i],
                 "tokens": completions.tokens[i].tolist(),
             }
         )
+        if completions.episodes:
+            rows[-1]["messages"] = completions.episodes[i].messages
     return rows
 
 
@@ -196,12 +203,12 @@ def main(argv: Sequence[str]) -> int:
     parts = assemble(config)
     prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
     params = parts.refresh()(parts.initial_params())
-    with (
-        contextlib.closing(Scorer(parts)) as scorer,
-        Progress(1, config.metrics.progress) as progress,
-    ):
+    with contextlib.ExitStack() as stack:
+        scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
+        multi_turn = parts.multi_turn(stack)
+        progress = stack.enter_context(Progress(1, config.metrics.progress))
         found, completions, scores = evaluate(
-            parts, parts.engine(), params, prompts, scorer, progress=progress
+            parts, parts.engine(), params, prompts, scorer, multi_turn=multi_turn, progress=progress
         )
     if distributed.is_first():
         for name, value in found.items():

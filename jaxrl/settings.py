@@ -232,7 +232,11 @@ class RunConfig:
                 ["rollout", "rewards", "environment"],
                 f"supervised training, and {no_eval}",
             ),
-            (self.environment.name is None, ["environment"], "environment.name is null: there is one turn"),
+            (
+                self.environment.name is None,
+                [f"environment.{f.name}" for f in dataclasses.fields(self.environment) if f.name != "name"],
+                "environment.name is null: completions have one turn",
+            ),
             (
                 self.environment.workers == 0,
                 ["environment.timeout_seconds"],

@@ -29,6 +29,7 @@ from jaxrl.metrics import PhaseTimer
 from jaxrl.preemption import check
 from jaxrl.progress import Progress
 from jaxrl.rewards.pool import Scores
+from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig
@@ -53,6 +54,7 @@ def collect(
     data: PromptIterator,
     scorer: Scorer,
     *,
+    multi_turn: MultiTurn | None = None,
     step: int,
     policy_version: int,
     timer: PhaseTimer,
@@ -89,6 +91,7 @@ def collect(
                 stop=config.rollout.stop,
                 policy_version=policy_version,
                 progress=partial(_report, progress, total, stop, sampled),
+                multi_turn=multi_turn,
             )
             phase.tokens = int(rollouts.lengths.sum())
         with timer.phase("rewards"):
@@ -146,24 +149,44 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
     for name, part in scores.parts.items():
         if np.isfinite(part).any():
             found[f"reward/{name}"] = float(np.nanmean(part))
-    return found
+    return found | episode_metrics(rollouts)
+
+
+def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Means over episodes, the environment's own metrics among them; none without an environment."""
+    episodes = rollouts.episodes
+    if not episodes:
+        return {}
+    own = dict.fromkeys(name for episode in episodes for name in episode.metrics)
+    means = {name: float(np.mean([e.metrics.get(name, 0.0) for e in episodes])) for name in own}
+    return {
+        **{f"environment/{name}": value for name, value in means.items()},
+        "environment/turns_mean": float(np.mean([e.turns for e in episodes])),
+        "environment/rows_mean": float(np.mean([1 + len(e.rows) for e in episodes])),
+        "environment/reward_mean": float(np.mean([e.reward for e in episodes])),
+        "environment/errors": float(sum(e.failure is not None for e in episodes)),
+        "environment/out_of_turns_fraction": float(np.mean([r == "turns" for r in rollouts.stop_reasons])),
+        "environment/seconds": float(sum(e.seconds for e in episodes)),
+    }
 
 
 def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
-    """Prompt and completion of each sample as one row of tokens; the policy's own tokens are scored."""
+    """Prompt and completion of each sample as one row of tokens, of an episode perhaps several; the policy's
+    own tokens are scored."""
     found = []
-    for i, completion in enumerate(rollouts.tokens):
-        prompt = rollouts.prompts.tokens[i // rollouts.group_size]
-        before = np.zeros(len(prompt), np.float32)
-        found.append(
-            TrainSequence(
-                tokens=np.concatenate([prompt, completion]).astype(np.int32),
-                loss_mask=np.concatenate([before, rollouts.loss_mask[i]]),
-                rollout_log_probs=np.concatenate([before, rollouts.rollout_log_probs[i]]),
-                group=i // rollouts.group_size,
-                prompt_tokens=len(prompt),
+    for i in range(len(rollouts)):
+        for n, row in enumerate(rollouts.rows(i)):
+            before = np.zeros(len(row.prompt), np.float32)
+            found.append(
+                TrainSequence(
+                    tokens=np.concatenate([row.prompt, row.tokens]).astype(np.int32),
+                    loss_mask=np.concatenate([before, row.loss_mask]),
+                    rollout_log_probs=np.concatenate([before, row.rollout_log_probs]),
+                    group=None if n else i // rollouts.group_size,
+                    prompt_tokens=0 if n else len(row.prompt),
+                    sample=i,
+                )
             )
-        )
     return found
 
 
@@ -188,10 +211,11 @@ def score(
     sources = {"old_log_probs": params if needs_old else None, "ref_log_probs": ref_params}
     sources = {name: weights for name, weights in sources.items() if weights is not None}
     scored: list[TrainSequence] = []
+    samples = _by_sample(sequences)
     for part in np.array_split(
-        np.arange(len(sequences)), algo.num_minibatches
+        np.arange(len(samples)), algo.num_minibatches
     ):  # the shape of an update's batch
-        chosen = [sequences[i] for i in part]
+        chosen = [s for i in part for s in samples[i]]
         batch, count, index = _packed(parts, chosen)
         found = {
             name: unpack(to_host(programs.score_step(weights, batch, count)), index)
@@ -226,20 +250,35 @@ def with_advantages(
     drop = np.isnan(rewards).reshape(-1)
     if algo.mask_truncated:
         drop |= rollouts.truncated
-    num_tokens = np.array([s.loss_mask.sum() for s in sequences])
-    num_tokens = np.where(drop, 0, num_tokens).reshape(shape)
+    samples = _by_sample(sequences)
+    num_tokens = np.where(drop, 0, _num_tokens(samples)).reshape(shape)
     kl = None
     if algo.uses_reference and algo.kl_in == "reward":
-        kl = np.array([_sequence_kl(s, algo.kl_estimator) for s in sequences]).reshape(shape)
+        kl = np.array([sum(_sequence_kl(s, algo.kl_estimator) for s in rows) for rows in samples])
+        kl = kl.reshape(shape)
         metrics["algo/kl"] = float(kl.sum() / max(num_tokens.sum(), 1))
     values = adv.compute(rewards, algo, kl=kl, num_tokens=num_tokens).reshape(-1)
     metrics["algo/masked_fraction"] = float(drop.mean())
     metrics["algo/advantage_abs_mean"] = float(np.abs(values).mean())
     found = []
-    for s, value, dropped in zip(sequences, values, drop, strict=True):
-        mask = s.loss_mask * (0.0 if dropped else 1.0)
-        found.append(dataclasses.replace(s, loss_mask=mask, advantages=np.float32(value) * mask))
+    for rows, value, dropped in zip(samples, values, drop, strict=True):
+        for s in rows:
+            mask = s.loss_mask * (0.0 if dropped else 1.0)
+            found.append(dataclasses.replace(s, loss_mask=mask, advantages=np.float32(value) * mask))
     return found, metrics
+
+
+def _by_sample(sequences: list[TrainSequence]) -> list[list[TrainSequence]]:
+    """The rows of each sample: one, but for episodes whose history was rewritten."""
+    samples: dict[int, list[TrainSequence]] = {}
+    for i, s in enumerate(sequences):
+        samples.setdefault(i if s.sample is None else s.sample, []).append(s)
+    return list(samples.values())
+
+
+def _num_tokens(samples: list[list[TrainSequence]]) -> np.ndarray:
+    """[B] scored tokens of each sample, over all its rows."""
+    return np.array([sum(s.loss_mask.sum() for s in rows) for rows in samples])
 
 
 def minibatches(
@@ -247,21 +286,24 @@ def minibatches(
 ) -> Iterator[tuple[TrainBatch, jax.Array]]:
     """The packed batch of each update of this step, on device, with its number of micro-batches.
 
-    Every epoch splits the sequences anew, in an order that depends on (seed, step, epoch) alone. Loss
-    weights are those of the whole update.
+    Every epoch splits the samples anew, in an order that depends on (seed, step, epoch) alone. Loss weights
+    are those of the whole update, and a sample's: the rows of an episode stay together and weigh as one.
     """
     config, algo = parts.config, parts.config.algo
+    samples = _by_sample(sequences)
     for epoch in range(algo.epochs if sequences else 0):
-        order = np.arange(len(sequences))
+        order = np.arange(len(samples))
         if algo.num_minibatches > 1:
             order = np.random.default_rng((config.seed, step, epoch)).permutation(order)
         for chosen in np.array_split(order, algo.num_minibatches):
-            part = [sequences[i] for i in chosen]
-            num_tokens = np.array([s.loss_mask.sum() for s in part])
-            weights = loss_weights(num_tokens, algo, max_completion_tokens=config.rollout.max_new_tokens)
+            own = [samples[i] for i in chosen]
+            weights = loss_weights(
+                _num_tokens(own), algo, max_completion_tokens=config.rollout.max_new_tokens
+            )
             part = [
                 dataclasses.replace(s, loss_weights=w * s.loss_mask)
-                for s, w in zip(part, weights, strict=True)
+                for rows, w in zip(own, weights, strict=True)
+                for s in rows
             ]
             batch, count, _ = _packed(parts, part)
             yield batch, count

@@ -39,6 +39,7 @@ from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on
 from jaxrl.progress import Progress
 from jaxrl.report import summary, write_report
 from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta
+from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
 
@@ -58,6 +59,8 @@ class Run:
     data: PromptIterator | SftIterator
     held_out: Prompts | None
     scorer: Scorer
+    multi_turn: MultiTurn | None
+    """None: completions have one turn."""
     ref_params: Any
     """Frozen reference, train view; None when no KL term is used."""
     checkpoints: Checkpoints
@@ -206,6 +209,7 @@ def gather(
         rollout_params,
         r.data,
         r.scorer,
+        multi_turn=r.multi_turn,
         step=step,
         policy_version=policy_version,
         timer=r.timer,
@@ -253,6 +257,7 @@ def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> d
             rollout_params,
             r.held_out,
             r.scorer,
+            multi_turn=r.multi_turn,
             policy_version=policy_version,
             progress=r.progress,
             stop=r.stop,
@@ -295,6 +300,7 @@ def open_run(
         data=data,
         held_out=held_out,
         scorer=scorer,
+        multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
         ref_params=parts.initial_params() if config.algo.uses_reference else None,
         checkpoints=checkpoints,
         writer=stack.enter_context(writer),

@@ -77,6 +77,10 @@ OVERRIDES = [
     ("rewards.terms.0.weight=0", "rewards.terms.0.weight", "other than 0"),
     ("rewards.terms.0.args.tolerence=1", "rewards.terms.0.args", "tolerence"),
     ("rewards.task_term=format", "rewards.task_term", "math_answer"),
+    ("rewards.terms.0.name=environment", "rewards.terms.0.name", "environment.name"),
+    ("environment.name=calculater", "environment.name", "did you mean 'calculator'"),
+    ("environment.name=calculator environment.args.golt=x", "environment.args", "golt"),
+    ("environment.name=calculator environment.turns=0", "environment.turns", "at least 1"),
     ("algo.name=grop", "algo.name", "did you mean 'grpo'"),
     ("algo.clip_low=2", "algo.clip_low", "0 to 1"),
     # Statistically broken
@@ -93,6 +97,13 @@ OVERRIDES = [
     ("optim.final_fraction=0.5", "optim.final_fraction", "constant"),
     ("profile.num_steps=5", "profile.num_steps", "profile.start_step"),
     ("algo.name=sft", "rewards", "supervised"),
+    ("algo.name=sft environment.name=calculator", "environment", "supervised"),
+    ("environment.turns=3", "environment.turns", "environment.name is null"),
+    (
+        "environment.name=calculator environment.workers=0 environment.timeout_seconds=3",
+        "environment.timeout_seconds",
+        "in this process",
+    ),
     ("data.completion={answer}", "data.completion", "no effect"),
     # The command line itself
     ("--config nowhere.yaml", "nowhere.yaml", "no such file"),

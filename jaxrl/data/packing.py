@@ -152,6 +152,8 @@ class Sequence:
     """Sequences of one group begin with the same prompt; None: it shares nothing."""
     prompt_tokens: int = 0
     """Length of that prompt; none of its tokens is scored."""
+    sample: int | None = None
+    """Which sample of the step it belongs to: an episode may have several rows. None: one of its own."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,82 +25,11 @@ from jaxrl.config import ConfigError
 from jaxrl.models import Model
 from jaxrl.ops.decode_attention import Implementation, Pages
 from jaxrl.ops.token_log_probs import scaled_logits
-from jaxrl.rollout.config import Sampling
-from jaxrl.rollout.kv_cache import ROWS, KvCache
+from jaxrl.rollout.kv_cache import ROWS, KvCache, last_hidden
 from jaxrl.rollout.pages import PageTables, geometry
 from jaxrl.rollout.sampling import SamplingArrays, sample
+from jaxrl.rollout.state import DecodeState, Prefix, Request, Results, Slots
 from jaxrl.sharding import batch_shards, named, platform, put, spec_for
-
-
-class Prefix(NamedTuple):
-    """A prefilled batch of prompts."""
-
-    cache: Any
-    """Per layer k and v [rows, K, prompt length, H]."""
-    hidden: jax.Array
-    """[rows, D] final hidden state of each row's last token: what the next token is sampled from."""
-    lengths: jax.Array
-    """[rows] int32 tokens."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """A sequence for ``insert`` or ``append``."""
-
-    slot: int
-    """From ``reserve``."""
-    row: int
-    """Of the prefix."""
-    sampling: Sampling
-    prompt_id: int
-    sample_index: int
-    """They name the sequence's random numbers."""
-    position: int = 0
-    """Number of its first random number: how many tokens an episode has had."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slots:
-    """B sequences as they go through the decode loop, all [B, ...]."""
-
-    hidden: jax.Array
-    """[B, D] state the next token is sampled from."""
-    length: jax.Array
-    """int32 tokens in the cache: the position of the next one."""
-    generated: jax.Array
-    """int32 completion tokens so far."""
-    limit: jax.Array
-    """int32 completion tokens allowed."""
-    keys: jax.Array
-    """[B, 2] uint32: names the sequence's random numbers."""
-    sampling: SamplingArrays
-    table: jax.Array
-    """[B, M] int32 pages, see ``kv_cache``."""
-
-
-class DecodeState(NamedTuple):
-    """All slots, and the pages of every layer: k and v [pages, K, page, H]."""
-
-    slots: Slots
-    cache: Any
-
-
-class Results(NamedTuple):
-    """What a dispatch sampled, for the n sequences that were running, on the host of every process."""
-
-    slots: np.ndarray
-    """[n]"""
-    tokens: np.ndarray
-    """[n, steps] int32; the first ``counts`` of each are valid."""
-    log_probs: np.ndarray
-    """[n, steps] float32."""
-    counts: np.ndarray
-    """[n] int32"""
-    active: np.ndarray
-    """[n] bool: not at an end yet."""
-    stopped: np.ndarray
-    """[n] bool: ended by a stop id."""
 
 
 class Engine:
@@ -118,6 +47,7 @@ class Engine:
             slots can use; bytes are of one device.
         decode_attention: ``pallas`` reads the pages in place; ``reference`` gathers those of the running
             sequences once a dispatch; None: pallas on TPU.
+        multi_turn: ``append`` will be used, so ``warm_up`` compiles it.
     """
 
     def __init__(
@@ -140,6 +70,7 @@ class Engine:
         cache_bytes: float | None = None,
         share_prompts: bool = True,
         decode_attention: Implementation | None = None,
+        multi_turn: bool = False,
     ):
         limit = model.config.max_positions
         if limit and max_prompt_tokens + max_new_tokens > limit:
@@ -159,7 +90,7 @@ class Engine:
         self.steps_per_dispatch = steps_per_dispatch
         self.stop_ids = tuple(sorted(set(stop_ids)))
         self.vocab_limit, self.filters = vocab_limit, filters
-        self.share_prompts = share_prompts
+        self.share_prompts, self.multi_turn = share_prompts, multi_turn
         self.in_place = (
             decode_attention or ("pallas" if platform(mesh) == "tpu" else "reference")
         ) == "pallas"
@@ -180,7 +111,18 @@ class Engine:
             * config.head_dim
             * dtype.itemsize,
         )
-        self.cache = KvCache(model, mesh, sizes, dtype, prompt_pages)
+        self.cache = KvCache(
+            model,
+            mesh,
+            sizes,
+            dtype,
+            prompt_pages,
+            append_chunk=min(prefill_chunk_tokens, page_tokens),
+            append_tokens=max_prompt_tokens + max_new_tokens,
+        )
+        self.rewind = min((r * page_tokens - w for w, r in sizes.rings.items()), default=10**9)
+        """Most tokens by which a sequence may be shorter than its cache for ``append``: a ring has lost what
+        older tokens would look back to."""
         self.warm = False
         self._compile()
         self.tables = PageTables(sizes, self.shards, share=share_prompts)
@@ -203,6 +145,8 @@ class Engine:
         self._prefill_one = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=one)
         self._prefill_many = jax.jit(self._prefill_chunk, donate_argnums=3, out_shardings=many)
         self._write_jit = jax.jit(self._write_pages, donate_argnums=1, out_shardings=cache)
+        last: Any = Prefix((), rows, rows)  # type: ignore[arg-type]
+        self._append_jit = jax.jit(self._append_pages, donate_argnums=1, out_shardings=(last, cache))
         self._start_jit = jax.jit(self._start, donate_argnums=1, out_shardings=slots)
         self._generate_jit = jax.jit(self._generate, donate_argnums=1, out_shardings=(state, whole))
 
@@ -257,6 +201,36 @@ class Engine:
         self.active[slot] = False
         self.tables.release(slot)
 
+    def pause(self, slot: int) -> None:
+        """A slot samples nothing more until ``append``."""
+        self.active[slot] = False
+
+    def append(
+        self,
+        params,
+        state: DecodeState,
+        requests: Sequence[Request],
+        tokens: Sequence[np.ndarray],
+        starts: Sequence[int],
+        key: np.ndarray,
+    ) -> DecodeState:
+        """Continue paused or newly reserved slots: write ``tokens`` [n] int32 of each request into its pages,
+        from position ``starts`` on, and sample from there. ``Request.row`` is not used; the state is donated.
+
+        Everything before ``starts`` has to be in the slot's cache, what lies at and behind it is forgotten.
+        Pages that other slots share (of a prompt, full ones) must not be written to.
+        """
+        local, per = self.cache.geometry.slots, self.prefill_rows // self.shards
+        queues = [[i for i, r in enumerate(requests) if r.slot // local == s] for s in range(self.shards)]
+        while any(queues):
+            rows = {s * per + n: i for s, queue in enumerate(queues) for n, i in enumerate(queue[:per])}
+            queues = [queue[per:] for queue in queues]
+            placed = [dataclasses.replace(requests[i], row=row) for row, i in rows.items()]
+            pieces = [(tokens[i], starts[i]) for i in rows.values()]
+            state = self._append(params, state, placed, pieces, key)
+            self.active[[r.slot for r in placed]] = True
+        return state
+
     def insert(
         self, prefix: Prefix, state: DecodeState, requests: Sequence[Request], key: np.ndarray
     ) -> DecodeState:
@@ -301,6 +275,8 @@ class Engine:
         for prefix in (one, self._repeat_jit(one), self.prefill(params, [prompt] * self.prefill_rows)):
             state = self.insert(prefix, state, [], key)
             state = state._replace(cache=self._write_jit(prefix, state.cache, self.cache.no_writes()))
+        if self.multi_turn:
+            state = self._append(params, state, [], [], key)
         for size in self.batches:
             state, _ = self._run(params, state, np.full((self.shards, size), self.cache.geometry.slots), 0, 0)
         self.warm = True
@@ -325,9 +301,25 @@ class Engine:
         valid = rows.reshape(-1) < self.cache.geometry.slots
         return state, Results(slots[valid], *(np.asarray(x)[valid] for x in found))
 
+    def _append(self, params, state, requests, pieces, key) -> DecodeState:
+        """One call of the program: request.row is where its (tokens, start) go."""
+        slots, cache = state
+        count, local = self.prefill_rows, self.cache.geometry.slots
+        at = np.full(count, local, np.int32)
+        table = np.zeros((count, self.cache.geometry.width), np.int32)
+        tokens = np.zeros((count, self.cache.append_tokens), np.int32)
+        start, length = np.zeros((2, count), np.int32)
+        for r, (piece, first) in zip(requests, pieces, strict=True):
+            self.tables.to_write.pop(r.slot, None)
+            at[r.row], table[r.row] = r.slot % local, self.tables.table[r.slot]
+            start[r.row], length[r.row], tokens[r.row, : len(piece)] = first, len(piece), piece
+        batch = put((at, table, tokens, start, length), self.mesh, ROWS)
+        prefix, cache = self._append_jit(params, cache, *batch)
+        return DecodeState(self._start_jit(prefix, slots, self._as_arrays(requests), key), cache)
+
     def _as_arrays(self, requests: Sequence[Request]) -> Any:
-        """What ``_start`` takes, padded to the number of slots: (slots, rows, ids [B, 2], limits, sampling,
-        tables)."""
+        """What ``_start`` takes, padded to the number of slots: (slots, rows, ids [B, 2], positions, limits,
+        sampling, tables)."""
 
         def column(values, dtype, fill=0):
             padding = [fill] * (self.slots - len(requests))
@@ -346,9 +338,10 @@ class Engine:
             )
         )
         limits = column((r.sampling.max_new_tokens for r in requests), np.int32)
+        positions = column((r.position for r in requests), np.int32)
         rows = column((r.row for r in requests), np.int32)
         tables = self.tables.table[np.minimum(slots, self.slots - 1)]
-        return put((slots, rows, *names, limits, sampling, tables), self.mesh)
+        return put((slots, rows, *names, positions, limits, sampling, tables), self.mesh)
 
     # ---- the programs ----
 
@@ -375,6 +368,10 @@ class Engine:
     def _write_pages(self, prefix: Prefix, cache, plan):
         return self.cache.write(prefix.cache, cache, plan)
 
+    def _append_pages(self, params, cache, at, table, tokens, start, length):
+        hidden, cache = self.cache.extend(params, cache, at, table, tokens, start, length)
+        return Prefix((), hidden, start + length), cache
+
     def _repeat(self, one: Prefix) -> Prefix:
         return jax.tree.map(lambda x: jnp.repeat(x, self.prefill_rows, axis=0), one)
 
@@ -382,13 +379,10 @@ class Engine:
         positions = start + jnp.arange(self.chunk)
         positions = jnp.where(positions < prefix.lengths[:, None], positions, -1)
         hidden, cache = self.model.extend(params, tokens, positions, prefix.cache)
-        last = prefix.lengths - 1 - start
-        inside = (last >= 0) & (last < self.chunk)
-        picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
-        return Prefix(cache, jnp.where(inside[:, None], picked, prefix.hidden), prefix.lengths)
+        return Prefix(cache, last_hidden(hidden, prefix.lengths - start, prefix.hidden), prefix.lengths)
 
     def _start(self, prefix: Prefix, slots: Slots, requests, key) -> Slots:
-        at, rows, prompt_ids, sample_index, limits, sampling, table = requests
+        at, rows, prompt_ids, sample_index, positions, limits, sampling, table = requests
 
         def fill(array, values):
             return array.at[at].set(values, mode="drop")
@@ -399,8 +393,8 @@ class Engine:
         return Slots(
             hidden=fill(slots.hidden, prefix.hidden[rows]),
             length=fill(slots.length, prefix.lengths[rows]),
-            generated=fill(slots.generated, 0),
-            limit=fill(slots.limit, limits),
+            generated=fill(slots.generated, positions),
+            limit=fill(slots.limit, positions + limits),
             keys=fill(slots.keys, jax.random.key_data(fold(prompt_ids, sample_index))),
             sampling=jax.tree.map(fill, slots.sampling, sampling),
             table=fill(slots.table, table),

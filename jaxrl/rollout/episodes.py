@@ -105,7 +105,7 @@ class _Episode:
 
 
 class Episodes:
-    """The B = P * G episodes of one rollout."""
+    """The B = P * G episodes of one rollout. ``limits`` [B] are tokens of each, observations included."""
 
     def __init__(
         self,
@@ -113,12 +113,11 @@ class Episodes:
         prompts: Prompts,
         group_size: int,
         *,
-        max_new_tokens: int,
+        limits: Sequence[int],
         stop_ids: Sequence[int],
     ):
         self._parts, self._prompts, self._stop_ids = parts, prompts, frozenset(stop_ids)
-        self.max_new_tokens = max_new_tokens
-        """Limit of an episode, observations included."""
+        self._limits = limits
         self._open: set[int] = set()
         self._episodes = [
             _Episode(
@@ -131,10 +130,9 @@ class Episodes:
         ]
         self._group_size = group_size
 
-    @property
-    def turn_tokens(self) -> int:
-        """Most tokens of a first turn."""
-        return min(self._parts.config.turn_tokens or self.max_new_tokens, self.max_new_tokens)
+    def turn_limit(self, room: int) -> int:
+        """Most tokens of a turn, where an episode has room for so many."""
+        return min(self._parts.config.turn_tokens or room, room)
 
     @property
     def waiting(self) -> bool:
@@ -173,7 +171,7 @@ class Episodes:
             arrived = [[i, dataclasses.asdict(outcome)] for i, outcome in found]
         for i, message in distributed.broadcast(arrived):
             self._open.remove(i)
-            yield i, self._answered(self._episodes[i], calls.outcome(message))
+            yield i, self._answered(self._episodes[i], calls.outcome(message), self._limits[i])
 
     def cancel(self) -> None:
         """Give up what the environment has been asked."""
@@ -203,7 +201,7 @@ class Episodes:
             ],
         }
 
-    def _answered(self, e: _Episode, outcome: calls.Outcome) -> Turn | None:
+    def _answered(self, e: _Episode, outcome: calls.Outcome, limit: int) -> Turn | None:
         e.seconds += outcome.seconds
         e.reward += outcome.reward
         e.metrics.update(outcome.metrics)
@@ -215,12 +213,12 @@ class Episodes:
         elif e.turns == self._parts.config.turns:
             e.stop_reason = "turns"
         else:
-            turn = self._following(e, outcome.messages)
+            turn = self._following(e, outcome.messages, limit)
             e.stop_reason = "" if turn else "length"
             return turn
         return None
 
-    def _following(self, e: _Episode, messages: Sequence[calls.Message]) -> Turn | None:
+    def _following(self, e: _Episode, messages: Sequence[calls.Message], limit: int) -> Turn | None:
         """The turn after these messages; None when there is no room for one."""
         config, encode = self._parts.config, self._parts.tokenizer.encode
         e.messages += [{**m, "content": self._cut(m["content"], config.observation_tokens)} for m in messages]
@@ -234,7 +232,7 @@ class Episodes:
         else:
             old, ids = ids, np.array(encode(text), np.int32)
             same = int(np.argmin([*(a == b for a, b in zip(old, ids, strict=False)), False]))
-        room = len(e.rows[0].prompt) + self.max_new_tokens - len(ids)
+        room = len(e.rows[0].prompt) + limit - len(ids)
         if room < 1:
             return None
         if new is not None:
@@ -249,7 +247,7 @@ class Episodes:
             start=start,
             rewound=before + e.overshoot - start,
             position=e.position,
-            limit=min(config.turn_tokens or room, room),
+            limit=self.turn_limit(room),
         )
 
     def _cut(self, text: str, limit: int) -> str:

@@ -29,7 +29,8 @@ logging.root.handlers[:], logging.root.level = _handlers, _level
 from jaxrl.config import ConfigError  # noqa: E402
 from jaxrl.data.tokenizer import Tokenizer  # noqa: E402
 from jaxrl.rollout.config import Sampling  # noqa: E402
-from jaxrl.rollout.engine import DecodeState, Engine, Prefix, Request  # noqa: E402
+from jaxrl.rollout.engine import Engine  # noqa: E402
+from jaxrl.rollout.state import DecodeState, Prefix, Request  # noqa: E402
 
 _NO_BOS = -1
 """JetStream puts ``bos_id`` before the ids that a client sends; for a model without BOS this is it."""

@@ -24,6 +24,15 @@ from jaxrl.sharding import BATCH_AXES, batch_shards, put
 ROWS = P(BATCH_AXES)
 
 
+def last_hidden(hidden: jax.Array, lengths: jax.Array, before: jax.Array) -> jax.Array:
+    """[n, D]: of a chunk's ``hidden`` [n, T, D] that of each row's last token, number ``lengths`` [n] - 1;
+    ``before`` [n, D] where that is in another chunk."""
+    last = lengths - 1
+    inside = (last >= 0) & (last < hidden.shape[1])
+    picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, hidden.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.where(inside[:, None], picked, before)
+
+
 @dataclasses.dataclass(frozen=True)
 class KvCache:
     """How a cache is laid out; the arrays themselves, {layer: {"k", "v"} [pages, K, page, H]}, are passed
@@ -35,6 +44,10 @@ class KvCache:
     dtype: Any
     prompt_pages: int
     """Pages of a prefix."""
+    append_chunk: int
+    """Tokens that ``extend`` runs at once: at most a page, which a ring has more than its window."""
+    append_tokens: int
+    """Tokens of its longest piece."""
 
     @property
     def shards(self) -> int:
@@ -93,6 +106,31 @@ class KvCache:
         return self._by_layer(
             self.per_shard(pages, (self.spec, ROWS, self.spec), self.spec), tables, cache, rows
         )
+
+    def extend(self, params, cache: Any, at, table, tokens, start, length) -> tuple[jax.Array, Any]:
+        """Run ``tokens`` [n, append tokens], of which ``length`` [n] are real, through the model, from
+        positions ``start`` [n] of the slots ``at`` [n] on (out of range: none), chunk by chunk.
+
+        Returns the final hidden state of each row's last token [n, D], and the cache with their keys and
+        values.
+        """
+        size = self.append_chunk
+        tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % size)))
+        tables = self.tables(at, table)
+        hidden = jnp.zeros((len(at), self.model.config.hidden_size), self.model.compute_dtype)
+
+        def step(carry):
+            chunk, rows, hidden = carry
+            offsets = chunk * size + jnp.arange(size)
+            positions = jnp.where(offsets < length[:, None], start[:, None] + offsets, -1)
+            piece = lax.dynamic_slice_in_dim(tokens, chunk * size, size, axis=1)
+            found, rows = self.model.extend(params, piece, positions, rows)
+            return chunk + 1, rows, last_hidden(found, length - chunk * size, hidden)
+
+        _, rows, hidden = lax.while_loop(
+            lambda carry: carry[0] * size < jnp.max(length), step, (0, self.gather(cache, tables), hidden)
+        )
+        return hidden, self.scatter(cache, tables, rows)
 
     def write(self, prefix: Any, cache: Any, writes: Any) -> Any:
         """``cache`` with pages of ``prefix`` [rows, K, prompt length, H] in it, as ``plan`` says."""

@@ -1,7 +1,8 @@
 """Continuous batching: more sequences than slots, slots refilled as sequences end, each prompt prefilled once
 for its group, and the common start of all prompts once for all.
 
-The scheduler talks to the engine only through reserve, prefill, insert, generate and release.
+The scheduler talks to the engine only through reserve, prefill, insert, generate and release, and for
+episodes pause and append.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError
 from jaxrl.rollout.config import Sampling
-from jaxrl.rollout.engine import Engine, Prefix, Request, Results
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.episodes import Episodes, MultiTurn, Turn
+from jaxrl.rollout.state import DecodeState, Prefix, Request, Results
 
 
 class Decodes(Protocol):
@@ -27,13 +30,15 @@ class Decodes(Protocol):
 
 @dataclasses.dataclass
 class _Sequence:
-    """One completion so far."""
+    """One completion so far; of an episode, one turn."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     stopped: bool = False
     text: str | None = None
     """Set when a stop string cut it."""
+    overshoot: int = 0
+    """Tokens that were sampled after the stop string."""
 
 
 def rollout(
@@ -48,70 +53,185 @@ def rollout(
     stop: Sequence[str] = (),
     policy_version: int = 0,
     progress: Callable[[int, int], None] = lambda finished, tokens: None,
+    multi_turn: MultiTurn | None = None,
 ) -> Rollouts:
     """Sample ``group_size`` completions of every prompt with the rollout view of the parameters.
 
     ``sampling`` is one for all, or one for each of the B sequences. ``key`` [2] uint32 names the random
     numbers of this call; a sample's own come from (key, prompt id, sample index, position). ``stop`` strings
     end a completion: its text is cut before the string, its ids and log-probs stay as sampled, up to the
-    token that completed the string. ``progress(finished sequences, tokens so far)`` is called after each
-    dispatch.
+    token that completed the string. With ``multi_turn`` completions are episodes: where a turn ends, an
+    environment is asked, while others are sampled on. ``progress(finished sequences, tokens so far)`` is
+    called after each dispatch.
     """
     total = len(prompts) * group_size
     samplings = [sampling] * total if isinstance(sampling, Sampling) else sampling
-    longest = max((s.max_new_tokens for s in samplings), default=0)
-    if longest > engine.max_new_tokens:
-        raise ConfigError(f"max_new_tokens {longest} exceeds the engine's {engine.max_new_tokens}")
+    limits = [s.max_new_tokens for s in samplings]
+    if max(limits, default=0) > engine.max_new_tokens:
+        raise ConfigError(f"max_new_tokens {max(limits)} exceeds the engine's {engine.max_new_tokens}")
     if not engine.warm:
         engine.warm_up(params)
-    pending = deque(range(total))
-    sequences = [_Sequence() for _ in pending]
-    running: dict[int, int] = {}  # slot -> sequence
-    state = engine.new_state()
-    common = _common_prefix(engine, params, prompts)
-    ready: tuple[Prefix, dict[int, int]] | None = None
+    episodes = None
+    if multi_turn is not None:
+        episodes = Episodes(multi_turn, prompts, group_size, limits=limits, stop_ids=engine.stop_ids)
+    schedule = _Schedule(engine, params, prompts, group_size, samplings, key, episodes)
     finished = sampled = 0
-    while pending or running:
-        while pending:
-            if ready is None or pending[0] // group_size not in ready[1]:
-                ready = _prefill(engine, params, prompts, pending, group_size, common)
-            prefix, rows = ready
-            requests = []
-            while pending and (prompt := pending[0] // group_size) in rows:
-                asked = samplings[pending[0]]
-                slot = engine.reserve(prompts.tokens[prompt], asked.max_new_tokens)
-                if slot is None:
-                    break
-                running[slot] = pending.popleft()
-                requests.append(
-                    Request(
-                        slot=slot,
-                        row=rows[prompt],
-                        sampling=asked,
-                        prompt_id=prompts.ids[prompt],
-                        sample_index=running[slot] % group_size,
-                    )
-                )
-            if not requests:
-                break
-            state = engine.insert(prefix, state, requests, key)
-        state, results = engine.generate(params, state, refill=bool(pending))
-        for slot in _gather(results, running, sequences, tokenizer, stop):
-            finished, sampled = finished + 1, sampled + len(sequences[running.pop(slot)].tokens)
-            engine.release(slot)
-        progress(finished, sampled + sum(len(sequences[i].tokens) for i in running.values()))
+    while schedule.unfinished:
+        schedule.fill()
+        if schedule.running:
+            results = schedule.generate()
+            sampled += int(results.counts.sum())
+            for slot in _gather(results, schedule.running, schedule.sequences, tokenizer, stop):
+                finished += schedule.ended(slot, tokenizer)
+        if episodes and episodes.waiting:
+            finished += schedule.go_on()
+        progress(finished, sampled)
     return Rollouts(
         prompts=prompts,
         group_size=group_size,
-        tokens=[np.array(s.tokens, np.int32) for s in sequences],
-        loss_mask=[np.ones(len(s.tokens), np.float32) for s in sequences],
-        rollout_log_probs=[np.array(s.log_probs, np.float32) for s in sequences],
-        stop_reasons=["stop" if s.stopped else "length" for s in sequences],
-        texts=[
-            tokenizer.decode(s.tokens, skip_special=True) if s.text is None else s.text for s in sequences
-        ],
-        policy_versions=[policy_version] * len(sequences),
+        policy_versions=[policy_version] * total,
+        **(episodes.results() if episodes else _results(schedule.sequences, tokenizer)),
     )
+
+
+def _results(sequences: Sequence[_Sequence], tokenizer: Decodes) -> dict[str, list]:
+    return {
+        "tokens": [np.array(s.tokens, np.int32) for s in sequences],
+        "loss_mask": [np.ones(len(s.tokens), np.float32) for s in sequences],
+        "rollout_log_probs": [np.array(s.log_probs, np.float32) for s in sequences],
+        "stop_reasons": ["stop" if s.stopped else "length" for s in sequences],
+        "texts": [_text(s, tokenizer) for s in sequences],
+    }
+
+
+def _text(sequence: _Sequence, tokenizer: Decodes) -> str:
+    return tokenizer.decode(sequence.tokens, skip_special=True) if sequence.text is None else sequence.text
+
+
+class _Schedule:
+    """Which sequences wait, run, and are held for the environment's answer, and in which slots."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        params,
+        prompts: Prompts,
+        group_size: int,
+        samplings: Sequence[Sampling],
+        key: np.ndarray,
+        episodes: Episodes | None,
+    ):
+        self.engine, self.params, self.prompts, self.group_size = engine, params, prompts, group_size
+        self.samplings, self.key, self.episodes = samplings, key, episodes
+        self.sequences = [_Sequence() for _ in range(len(prompts) * group_size)]
+        self.pending = deque(range(len(self.sequences)))
+        self.again: deque[tuple[int, Turn]] = deque()
+        """Episodes that wait for a slot to go on in: their old one could not be continued."""
+        self.running: dict[int, int] = {}
+        """Slot -> sequence; likewise ``held``."""
+        self.held: dict[int, int] = {}
+        self.shared = [len(prompts.tokens[i // group_size]) for i in self.pending]
+        """Tokens of each sequence that lie in pages which others may share."""
+        self.state: DecodeState = engine.new_state()
+        self._common = _common_prefix(engine, params, prompts)
+        self._ready: tuple[Prefix, dict[int, int]] | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.pending or self.again or self.running or self.held)
+
+    def fill(self) -> None:
+        """Start what there is room for, first what has begun already."""
+        placed, nothing = [], np.zeros(0, np.int32)
+        while self.again:
+            i, turn = self.again[0]
+            tokens = len(self.prompts.tokens[i // self.group_size]) + self.samplings[i].max_new_tokens
+            slot = self.engine.reserve(nothing, tokens)
+            if slot is None:
+                break
+            self.again.popleft()
+            self.shared[i] = 0
+            placed.append((slot, i, dataclasses.replace(turn, start=0)))
+        self._append(placed)
+        while self.pending:
+            if self._ready is None or self.pending[0] // self.group_size not in self._ready[1]:
+                self._ready = self._prefill()
+            prefix, rows = self._ready
+            requests = []
+            while self.pending and (prompt := self.pending[0] // self.group_size) in rows:
+                i = self.pending[0]
+                limit = self.samplings[i].max_new_tokens
+                slot = self.engine.reserve(self.prompts.tokens[prompt], limit)
+                if slot is None:
+                    break
+                self.pending.popleft()
+                limit = self.episodes.turn_limit(limit) if self.episodes else limit
+                requests.append(self._request(slot, i, limit, row=rows[prompt]))
+            if not requests:
+                break
+            self.state = self.engine.insert(prefix, self.state, requests, self.key)
+
+    def generate(self) -> Results:
+        wanted = bool(self.pending or self.again or self.episodes)
+        self.state, results = self.engine.generate(self.params, self.state, refill=wanted)
+        return results
+
+    def ended(self, slot: int, tokenizer: Decodes) -> bool:
+        """A completion, or a turn, has ended. Whether its sequence has."""
+        i = self.running.pop(slot)
+        s = self.sequences[i]
+        if self.episodes and self.episodes.turn_ended(
+            i, s.tokens, s.log_probs, stopped=s.stopped, text=_text(s, tokenizer), overshoot=s.overshoot
+        ):
+            self.engine.pause(slot)
+            self.held[slot] = i
+            self.sequences[i] = _Sequence()
+            return False
+        self.engine.release(slot)
+        return True
+
+    def go_on(self) -> int:
+        """Continue the episodes that the environment has answered. The number of those that are over."""
+        assert self.episodes is not None
+        slots = {i: slot for slot, i in self.held.items()}
+        over, placed = 0, []
+        for i, turn in self.episodes.poll(block=not self.running):
+            slot = slots[i]
+            del self.held[slot]
+            if turn and turn.start >= self.shared[i] and turn.rewound <= self.engine.rewind:
+                placed.append((slot, i, turn))
+                continue
+            self.engine.release(slot)
+            if turn:
+                self.again.append((i, turn))
+            over += turn is None
+        self._append(placed)
+        return over
+
+    def _append(self, placed: Sequence[tuple[int, int, Turn]]) -> None:
+        """Begin turns in slots whose cache holds what comes before ``start``."""
+        if placed:
+            requests = [self._request(slot, i, t.limit, position=t.position) for slot, i, t in placed]
+            pieces = [turn.tokens[turn.start :] for _, _, turn in placed]
+            starts = [turn.start for _, _, turn in placed]
+            self.state = self.engine.append(self.params, self.state, requests, pieces, starts, self.key)
+
+    def _request(self, slot: int, i: int, limit: int, *, row: int = 0, position: int = 0) -> Request:
+        self.running[slot] = i
+        return Request(
+            slot=slot,
+            row=row,
+            sampling=dataclasses.replace(self.samplings[i], max_new_tokens=limit),
+            prompt_id=self.prompts.ids[i // self.group_size],
+            sample_index=i % self.group_size,
+            position=position,
+        )
+
+    def _prefill(self) -> tuple[Prefix, dict[int, int]]:
+        """Prefill the next prompts of the queue, as many as the engine takes at once."""
+        wanted = list(dict.fromkeys(i // self.group_size for i in self.pending))[: self.engine.prefill_rows]
+        prefix = self.engine.prefill(self.params, [self.prompts.tokens[p] for p in wanted], self._common)
+        return prefix, {p: row for row, p in enumerate(wanted)}
 
 
 def _common_prefix(engine: Engine, params, prompts: Prompts) -> Prefix | None:
@@ -125,13 +245,6 @@ def _common_prefix(engine: Engine, params, prompts: Prompts) -> Prefix | None:
     # At least one token stays to be computed: the first sampled token comes from its hidden state.
     shared = min(int(differ[0]) if differ.size else shortest, shortest - 1) // engine.chunk * engine.chunk
     return engine.prefill(params, [starts[0, :shared]]) if shared else None
-
-
-def _prefill(engine, params, prompts, pending, group_size, common) -> tuple[Prefix, dict[int, int]]:
-    """Prefill the next prompts of the queue, as many as the engine takes at once."""
-    wanted = list(dict.fromkeys(i // group_size for i in pending))[: engine.prefill_rows]
-    prefix = engine.prefill(params, [prompts.tokens[p] for p in wanted], common)
-    return prefix, {p: row for row, p in enumerate(wanted)}
 
 
 def _gather(
@@ -151,6 +264,7 @@ def _gather(
         cut = _stop_string(tokenizer, stop, sequence.tokens) if stop else None
         if cut is not None:
             length, sequence.text = cut
+            sequence.overshoot = len(sequence.tokens) - length
             del sequence.tokens[length:], sequence.log_probs[length:]
             sequence.stopped = True
         if cut is not None or not results.active[i]:

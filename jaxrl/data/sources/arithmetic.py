@@ -1,8 +1,9 @@
 """Made-up sums such as "12+34=", with train and test splits that share no problem. Needs no download.
 
-Columns: ``question`` ("12+34="), ``gold`` ("46", always right) and ``answer`` (the same, except for the share
-of ``label_noise``). All problems of the given size are numbered, a keyed permutation puts the numbers in
-random order, and the last tenth of that order is the test split.
+Columns: ``question`` ("12+34="), ``gold`` ("46", always right), ``answer`` (the same, except for the share
+of ``label_noise``) and, with ``tool_use``, ``messages``: a conversation that asks a calculator first, or not.
+All problems of the given size are numbered, a keyed permutation puts the numbers in random order, and the
+last tenth of that order is the test split.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +25,7 @@ def load(
     digits: int = 2,
     operators: str = "+",
     label_noise: float = 0.0,
+    tool_use: float | None = None,
     seed: int = 0,
 ) -> Arithmetic:
     """Rows of distinct problems ``a op b``.
@@ -34,10 +37,12 @@ def load(
         operators: which of + - * occur, for example "+-".
         label_noise: share of rows whose ``answer`` is wrong in one digit: a weak teacher for a supervised
             warm start.
+        tool_use: share of rows whose ``messages`` call the environment ``calculator`` and answer with what it
+            says; the others answer at once. None: there is no such column.
         seed: of order, split and noise; independent of the run's seed, so that a held-out split stays held
             out.
     """
-    return Arithmetic(split, rows, digits, operators, label_noise, seed)
+    return Arithmetic(split, rows, digits, operators, label_noise, tool_use, seed)
 
 
 def problems(
@@ -47,6 +52,7 @@ def problems(
     digits: int = 2,
     operators: str = "+",
     label_noise: float = 0.0,
+    tool_use: float | None = None,
     seed: int = 0,
 ) -> Iterable[tuple[str, str]]:
     """(argument, message) of what cannot work."""
@@ -62,6 +68,8 @@ def problems(
         yield "split", f"{split!r}: arithmetic has train and test"
     if not isinstance(label_noise, (int, float)) or not 0 <= label_noise <= 1:
         yield "label_noise", f"{label_noise!r}: needs a share between 0 and 1"
+    if tool_use is not None and (not isinstance(tool_use, (int, float)) or not 0 <= tool_use <= 1):
+        yield "tool_use", f"{tool_use!r}: needs a share between 0 and 1, or null"
     if not isinstance(operators, str) or not operators or not set(operators) <= set(OPERATORS):
         yield "operators", f"{operators!r}: needs one or more of {' '.join(OPERATORS)}"
         return
@@ -82,9 +90,16 @@ class Arithmetic:
     """Random access to the problems of one split."""
 
     def __init__(
-        self, split: str, rows: int | None, digits: int, operators: str, label_noise: float, seed: int
+        self,
+        split: str,
+        rows: int | None,
+        digits: int,
+        operators: str,
+        label_noise: float,
+        tool_use: float | None,
+        seed: int,
     ):
-        self.digits, self.label_noise, self.seed = digits, label_noise, seed
+        self.digits, self.label_noise, self.tool_use, self.seed = digits, label_noise, tool_use, seed
         self.operators = "".join(sorted(set(operators)))
         room = _split_size(split, digits, operators)
         self.size = min(room, 100_000) if rows is None else min(room, rows)
@@ -93,7 +108,7 @@ class Arithmetic:
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> dict[str, str]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.size:
             raise IndexError(index)
         number = _permute(self.start + index, _count(self.digits, self.operators), self.seed)
@@ -103,7 +118,14 @@ class Arithmetic:
         gold = str(OPERATORS[symbol](left, right))
         random = np.random.default_rng([self.seed, number])
         answer = _wrong(gold, random) if random.random() < self.label_noise else gold
-        return {"question": f"{left}{symbol}{right}=", "answer": answer, "gold": gold}
+        row: dict[str, Any] = {"question": f"{left}{symbol}{right}=", "answer": answer, "gold": gold}
+        if self.tool_use is not None:
+            said = [("user", row["question"]), ("assistant", answer)]
+            if random.random() < self.tool_use:
+                call = f"<tool>{left}{symbol}{right}</tool>"
+                said = [said[0], ("assistant", call), ("tool", gold), ("assistant", gold)]
+            row["messages"] = [{"role": role, "content": content} for role, content in said]
+        return row
 
 
 def _count(digits: int, operators: str) -> int:

@@ -1,0 +1,314 @@
+"""Episodes of several turns: ids are only appended, the trainer agrees with every turn, the schedule changes
+nothing, limits hold, and a bad environment costs its episode."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.batch import Prompts, TrainBatch
+from jaxrl.config import UserCodeError
+from jaxrl.data.chat import Renderer
+from jaxrl.data.config import DataConfig
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.environments import EnvironmentConfig
+from jaxrl.metrics import CompilationCounter
+from jaxrl.models import Model, ModelConfig
+from jaxrl.rollout.config import Sampling
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.rollout.scheduler import rollout
+from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.step import StepSpec, token_statistics
+
+USER = str(Path(__file__).parent.parent / "environments" / "user_environments.py")
+SCRATCH = dict(
+    model_type="qwen3",
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+WINDOWED = {**SCRATCH, "model_type": "mistral", "sliding_window": 12}
+LIMIT = 16
+"""Ids that are sampled: the special ones, eos among them, and a few signs; a turn has about 15 tokens."""
+TOKENIZER = load_tokenizer("builtin:chars")
+EOS = TOKENIZER.eos_id
+NEW = 90
+# Of earlier turns it shows the last character only, as others leave out the reasoning.
+FORGETFUL = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'][-1:] + eos_token }}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def make_model(scratch=SCRATCH):
+    model = Model(ModelConfig.from_scratch(scratch, vocab_size=TOKENIZER.vocab_size))
+    return model, jax.tree.map(
+        lambda x: 5 * x if x.ndim > 2 else x, model.init(jax.random.key(0), one_device())
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def multi_turn():
+    """Makes them, and closes them at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(environment="Echo", data=None, on_error="abstain", **config):
+            config = {"workers": 0, "turns": 4, **config}
+            parts = MultiTurn(
+                EnvironmentConfig(name=f"{USER}:{environment}", **config),
+                Renderer(data or DataConfig(), TOKENIZER),
+                TOKENIZER,
+                on_error,
+            )
+            stack.callback(parts.close)
+            return parts
+
+        yield make
+
+
+def make_prompts(parts, names="abcde"):
+    rows = [{"name": name, "question": "?" * (1 + 3 * i % 7)} for i, name in enumerate(names)]
+    made = [parts.renderer.prompt(row) for row in rows]
+    ids = [3 + 11 * i for i in range(len(rows))]
+    return Prompts(
+        ids=ids,
+        tokens=[p.tokens for p in made],
+        texts=[p.text for p in made],
+        examples=[p.example for p in made],
+    )
+
+
+def make_engine(model, mesh=None, **changes):
+    options = dict(
+        slots=20,
+        prefill_rows=5,
+        max_prompt_tokens=40,
+        max_new_tokens=NEW,
+        prefill_chunk_tokens=8,
+        steps_per_dispatch=5,
+        page_tokens=8,
+        stop_ids=(EOS,),
+        vocab_limit=LIMIT,
+        multi_turn=True,
+    )
+    return Engine(model, mesh or one_device(), **{**options, **changes})
+
+
+def play(model, parts, engine=None, prompts=None, *, group=4, limit=NEW, stop=(), params=None):
+    return rollout(
+        engine or make_engine(model[0]),
+        model[0].unstack(model[1]) if params is None else params,
+        make_prompts(parts) if prompts is None else prompts,
+        group_size=group,
+        sampling=Sampling(max_new_tokens=limit),
+        key=jax.random.key_data(jax.random.key(0)),
+        tokenizer=TOKENIZER,
+        stop=stop,
+        multi_turn=parts,
+    )
+
+
+def all_rows(out):
+    return [row for i in range(len(out)) for row in out.rows(i)]
+
+
+def same(a, b):
+    a, b = all_rows(a), all_rows(b)
+    return [(r.prompt.tolist(), r.tokens.tolist(), r.loss_mask.tolist()) for r in a] == [
+        (r.prompt.tolist(), r.tokens.tolist(), r.loss_mask.tolist()) for r in b
+    ]
+
+
+def assert_trainer_agrees(model, out):
+    """The training forward pass over each row gives the sampler's log-probs at the policy's tokens."""
+    rows = all_rows(out)
+    width = 40 + NEW + 6
+    arrays = {k: np.zeros((len(rows), width)) for k in ("tokens", "segment_ids", "loss_mask", "log_probs")}
+    for i, row in enumerate(rows):
+        start, end = len(row.prompt), len(row.prompt) + len(row.tokens)
+        arrays["tokens"][i, :end] = np.concatenate([row.prompt, row.tokens])
+        arrays["segment_ids"][i, :end] = 1
+        arrays["loss_mask"][i, start:end] = row.loss_mask
+        arrays["log_probs"][i, start:end] = row.rollout_log_probs
+        assert (row.rollout_log_probs[row.loss_mask == 0] == 0).all()
+    mask = arrays["loss_mask"].astype(np.float32)
+    micro = TrainBatch(
+        tokens=arrays["tokens"].astype(np.int32),
+        positions=np.tile(np.arange(width), (len(rows), 1)),
+        segment_ids=arrays["segment_ids"].astype(np.int32),
+        loss_mask=mask,
+        loss_weights=mask,
+        advantages=mask,
+        rollout_log_probs=mask,
+    )
+    spec = StepSpec(model=model[0], mesh=one_device(), algo=AlgoConfig(), temperature=1.0, vocab_limit=LIMIT)
+    log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(model[1], micro)
+    assert (np.abs(np.asarray(log_probs) - arrays["log_probs"]) * mask).max() < 1e-4
+
+
+def test_ids_are_only_appended_and_the_trainer_agrees_with_every_turn(model, multi_turn):
+    parts = multi_turn()
+    out = play(model, parts)
+    turns = [e.turns for e in out.episodes]
+    assert max(turns) == 4 and min(turns) == 1
+    assert {"stop", "turns", "length"} >= set(out.stop_reasons) and len(set(out.stop_reasons)) > 1
+    for i, episode in enumerate(out.episodes):
+        (row,) = out.rows(i)
+        # What the ids say is the conversation as the template has it, up to what nobody has said yet.
+        text = TOKENIZER.decode([*row.prompt, *row.tokens])
+        said = [m for m in episode.messages if m["role"] == "tool"]
+        whole = TOKENIZER.render(episode.messages[: 2 * episode.turns - 1 + 1], add_generation_prompt=False)
+        assert whole.startswith(text)
+        # The policy's tokens are its turns, each up to its eos; the rest is the environment's.
+        own = TOKENIZER.decode(row.tokens[row.loss_mask > 0])
+        wrote = "".join(
+            m["content"] + ("<eos>" if n + 1 < episode.turns or out.stop_reasons[i] != "length" else "")
+            for n, m in enumerate(m for m in episode.messages if m["role"] == "assistant")
+        )
+        assert own == wrote
+        between = TOKENIZER.decode(row.tokens[row.loss_mask == 0])
+        assert between == "".join(f"<|tool|>{m['content']}<|assistant|>" for m in said[: episode.turns - 1])
+        assert out.texts[i] == TOKENIZER.decode(
+            TOKENIZER.encode(episode.messages[2 * episode.turns - 1]["content"]), skip_special=True
+        )
+        finished = out.stop_reasons[i] != "length"
+        assert episode.reward == 0.5 * (episode.turns - 1 + finished)
+    assert_trainer_agrees(model, out)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(slots=3),
+        dict(slots=7, prefill_rows=2, steps_per_dispatch=1, prefill_chunk_tokens=40),
+        dict(share_prompts=False, page_tokens=32, decode_batches=2),
+    ],
+)
+def test_schedule_does_not_change_the_episodes(model, multi_turn, changes):
+    """33 episodes, in few slots or all at once, with steps in processes that answer in any order."""
+    names = "abcdefghijk"
+    parts = multi_turn()
+    expected = play(model, parts, prompts=make_prompts(parts, names), group=3)
+    parts = multi_turn(workers=2, timeout_seconds=60)
+    got = play(model, parts, make_engine(model[0], **changes), make_prompts(parts, names), group=3)
+    assert len(got) == 33 and same(expected, got)
+    assert [e.reward for e in expected.episodes] == [e.reward for e in got.episodes]
+
+
+def test_mesh_does_not_change_the_episodes(model, multi_turn):
+    parts = multi_turn()
+    expected = play(model, parts)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    sharded = Model(model[0].config, mesh=mesh)
+    moved = jax.device_put(jax.tree.map(np.asarray, model[1]), named(mesh, sharded.specs(mesh)))
+    refresh = jax.jit(sharded.unstack, out_shardings=named(mesh, sharded.specs(mesh, view="rollout")))
+    got = play((sharded, moved), parts, make_engine(sharded, mesh), params=refresh(moved))
+    assert same(expected, got)
+
+
+@pytest.mark.parametrize("scratch", [SCRATCH, WINDOWED], ids=["full", "windowed"])
+def test_a_template_that_rewrites_history_splits_rows(scratch, multi_turn, tmp_path):
+    """Each row is what the policy saw: a prompt as the template has it, and one turn."""
+    (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
+    model = make_model(scratch)
+    parts = multi_turn(data=DataConfig(chat_template=str(tmp_path / "forgetful.jinja")))
+    out = play(model, parts, group=3)
+    assert sum(len(e.rows) for e in out.episodes) > 5
+    for i, episode in enumerate(out.episodes):
+        rows = out.rows(i)
+        assert len(rows) <= episode.turns
+        for row in rows:
+            assert len(row.prompt) + len(row.tokens) <= len(rows[0].prompt) + NEW
+        last = rows[-1]
+        if len(rows) == episode.turns > 1:  # every turn was rewritten
+            seen = episode.messages[: 2 * episode.turns - 1]
+            rendered = parts.renderer.following(seen, "")
+            assert last.prompt.tolist() == TOKENIZER.encode(rendered)
+            assert (last.loss_mask == 1).all()
+    assert_trainer_agrees(model, out)
+    again = play(model, parts, make_engine(model[0], slots=2, steps_per_dispatch=3), group=3)
+    assert same(out, again)
+
+
+@pytest.mark.parametrize("scratch", [SCRATCH, WINDOWED], ids=["full", "windowed"])
+def test_stop_strings_end_turns_and_what_was_sampled_beyond_is_forgotten(scratch, multi_turn):
+    model = make_model(scratch)
+    parts = multi_turn(data=DataConfig(chat_template="none"))
+    engine = make_engine(model[0], stop_ids=(), steps_per_dispatch=16)
+    out = play(model, parts, engine, stop=("!", '"'))
+    assert max(e.turns for e in out.episodes) > 1
+    for i, episode in enumerate(out.episodes):
+        (row,) = out.rows(i)
+        turns = [m["content"] for m in episode.messages if m["role"] == "assistant"]
+        cut = out.stop_reasons[i] == "length"
+        assert all(t[-1] in '!"' and not set('!"') & set(t[:-1]) for t in turns[: len(turns) - cut])
+        assert TOKENIZER.decode(row.tokens[row.loss_mask > 0]) == "".join(turns)
+        assert "!" not in out.texts[i]
+    assert_trainer_agrees(model, out)
+    again = play(
+        model, parts, make_engine(model[0], stop_ids=(), slots=3, steps_per_dispatch=1), stop=("!", '"')
+    )
+    assert same(out, again)
+
+
+def test_limits(model, multi_turn):
+    parts = multi_turn(turns=2, turn_tokens=12, observation_tokens=2, args={"room": 9})
+    out = play(model, parts, limit=50)
+    assert {"turns", "length"} <= set(out.stop_reasons)
+    for i, episode in enumerate(out.episodes):
+        assert episode.turns <= 2 and len(out.tokens[i]) <= 50
+        turns = [m for m in episode.messages if m["role"] == "assistant"]
+        assert all(len(TOKENIZER.encode(m["content"])) <= 12 for m in turns)
+        assert all(len(m["content"]) <= 2 for m in episode.messages if m["role"] == "tool")
+        assert out.truncated[i] == (out.stop_reasons[i] != "stop")
+    # A total that leaves no room for another turn ends the episode; nothing is written beyond it.
+    out = play(model, multi_turn(turns=9), limit=30)
+    assert out.lengths.max() <= 30 and "length" in out.stop_reasons and "turns" not in out.stop_reasons
+    assert_trainer_agrees(model, out)
+
+
+def test_a_bad_environment_costs_its_episode(model, multi_turn):
+    names = ["a", "hang", "raise", "exit", "number", "nan", "message", "b"]
+    parts = multi_turn("Rough", workers=2, timeout_seconds=4)
+    pids = parts.pool.pids
+    out = play(model, parts, prompts=make_prompts(parts, names), group=2)
+    kinds = dict(hang="timeout", exit="crash", raise_="exception", number="type", nan="type", message="type")
+    failed = {names[i // 2]: e.failure for i, e in enumerate(out.episodes) if e.failure}
+    assert failed == {k: kinds[k + "_" * (k == "raise")] for k in failed} and len(failed) >= 4
+    for i, episode in enumerate(out.episodes):
+        if names[i // 2] in "ab":
+            assert episode.failure is None
+        elif episode.turns > 1 and out.stop_reasons[i] != "length":
+            assert out.stop_reasons[i] == "error"
+    assert set(parts.pool.pids) != set(pids)  # those that hung or ended were replaced
+    assert_trainer_agrees(model, out)
+    with pytest.raises(UserCodeError, match="no such thing"):
+        parts = multi_turn("Rough", on_error="stop")
+        play(model, parts, prompts=make_prompts(parts, ["raise"] * 5), group=2)
+
+
+def test_nothing_compiles_after_the_first_call(model, multi_turn):
+    parts, engine = multi_turn(turns=2), make_engine(model[0])
+    play(model, parts, engine, group=1)
+    params = model[0].unstack(model[1])
+    with CompilationCounter() as counter:
+        play(model, multi_turn(turns=6), engine, make_prompts(parts, "abcdefg"), group=3, params=params)
+        assert counter.metrics()["compile/count"] == 0
