@@ -85,7 +85,7 @@ class Assembly:
         group = 1 if config.algo.supervised else config.rollout.group_size
         samples = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
         return config.batch.shape(
-            samples * config.environment.rows,
+            samples * (1 if config.algo.supervised else config.environment.rows),
             self.longest_tokens,
             num_shards=batch_shards(self.mesh),
             group_size=group,

@@ -105,7 +105,8 @@ def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[st
     for name, part in scores.parts.items():
         if np.isfinite(part).any():
             found[f"eval/reward/{name}"] = float(np.nanmean(part))
-    found |= {f"eval/{name}": value for name, value in episode_metrics(completions).items()}
+    episodes = episode_metrics(completions)
+    found |= {f"eval/{name}": value for name, value in episodes.items() if name != "environment/seconds"}
     if group > 1:
         found["eval/pass_at_k"] = float(np.mean([pass_at_k(group, int(row.sum()), group) for row in passed]))
         found["eval/maj_at_k"] = majority(scores.answers, passed)

@@ -49,7 +49,10 @@ class Scorer:
                 failed=failed,
             )
             parts = {name: part.tolist() for name, part in scores.parts.items()}
-            told = [scores.rewards.tolist(), parts, scores.errors, scores.answers]
+            answers = scores.answers
+            if any(t.is_environment and t.title == self._config.task for t in self._config.terms):
+                answers = [text.strip() or None for text in rollouts.texts]
+            told = [scores.rewards.tolist(), parts, scores.errors, answers]
         rewards, parts, errors, answers = distributed.broadcast(told)
         return Scores(np.array(rewards), {k: np.array(v) for k, v in parts.items()}, errors, answers)
 

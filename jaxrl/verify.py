@@ -27,7 +27,7 @@ from jaxrl.storage import Folder
 logger = logging.getLogger("jaxrl")
 
 STEPS, INTERRUPTED_AFTER = 4, 2
-_NOT_COMPARED = ("time", "time/", "throughput/", "memory/", "compile/")
+_NOT_COMPARED = ("time", "time/", "throughput/", "memory/", "compile/", "environment/seconds")
 """Metrics that tell about the machine."""
 _EVAL_ROWS = 8
 

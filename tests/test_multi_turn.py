@@ -1,0 +1,123 @@
+"""Training on episodes: what of them is learned, with what weight, and that it works."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import stages, train
+from jaxrl.assembly import assemble
+from jaxrl.batch import Episode, Prompts, Rollouts, Row
+from jaxrl.config import from_dict, run_cli
+from jaxrl.rewards.pool import Scores
+from jaxrl.settings import RunConfig
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "steps": 1,
+    "model": {
+        "scratch": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        "tokenizer": "builtin:chars",
+    },
+    "mesh": {"data": 1},
+    "data": {"source": "arithmetic", "max_prompt_tokens": 8, "prompts_per_step": 1},
+    "environment": {"name": "calculator", "turns": 3},
+    "rollout": {"group_size": 2, "max_new_tokens": 24},
+    "rewards": {"terms": [{"name": "environment"}], "workers": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+
+
+def two_episodes():
+    """The first of two rows, as after a template that rewrites history: 3 and 2 sampled tokens; the second of
+    one row, with 4 sampled tokens around 3 of the environment."""
+
+    def row(prompt, mask):
+        ids = np.arange(10, 10 + len(mask), dtype=np.int32)
+        mask = np.array(mask, np.float32)
+        return Row(prompt=prompt, tokens=ids, loss_mask=mask, rollout_log_probs=-mask)
+
+    prompt = np.arange(5, dtype=np.int32)
+    first, later = row(prompt, [1, 1, 1]), row(np.arange(7, dtype=np.int32), [1, 1])
+    second = row(prompt, [1, 1, 0, 0, 0, 1, 1])
+
+    def episode(reward, *rows):
+        return Episode(turns=2, reward=reward, metrics={}, seconds=0.0, failure=None, messages=[], rows=rows)
+
+    own = [first, second]
+    return Rollouts(
+        prompts=Prompts(ids=[0], tokens=[prompt], texts=["p"], examples=[{}]),
+        group_size=2,
+        tokens=[r.tokens for r in own],
+        loss_mask=[r.loss_mask for r in own],
+        rollout_log_probs=[r.rollout_log_probs for r in own],
+        stop_reasons=["stop", "stop"],
+        texts=["a", "b"],
+        policy_versions=[0, 0],
+        episodes=[episode(1.0, later), episode(0.0)],
+    )
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
+    config = from_dict(RunConfig, {**TINY, "algo": {"aggregation": aggregation}})
+    rollouts, rewards = two_episodes(), np.array([1.0, 0.0])
+    assert rollouts.lengths.tolist() == [5, 7]
+    assert [t.tolist() for t in rollouts.sampled] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
+    scores = Scores(rewards, {"environment": rewards}, {}, [None, None])
+    collected = stages.Collected(rollouts, scores, {})
+    sequences, _ = stages.with_advantages(config, collected, stages.sequences_of(rollouts))
+    assert [len(s) for s in sequences] == [8, 9, 12]
+    assert [s.group for s in sequences] == [0, None, 0]  # the rewritten prompt is nobody else's
+    (advantages, later, other) = ([a for a in s.advantages if a] for s in sequences)
+    assert len(advantages) == 3 and len(later) == 2 and set(advantages) == set(later)
+    assert len(other) == 4 and max(other) < 0 < min(advantages)
+    parts = assemble(config)
+    ((batch, count),) = stages.minibatches(parts, sequences, 1)
+    mask, weights = np.asarray(batch.loss_mask), np.asarray(batch.loss_weights)
+    assert count == 1 and mask.sum() == 9 and (weights[mask == 0] == 0).all()
+    up = np.asarray(batch.advantages) > 0
+    if aggregation == "token_mean":
+        np.testing.assert_allclose(weights[mask > 0], 1 / 9, rtol=1e-6)
+    else:
+        np.testing.assert_allclose([weights[up].sum(), weights[~up].sum()], 0.5, rtol=1e-6)
+        np.testing.assert_allclose(weights[up], 0.1, rtol=1e-6)
+
+
+def metrics_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step" in line and "event" not in line]
+
+
+@pytest.mark.slow
+def test_calculator_example_learns_to_call_the_tool(tmp_path, monkeypatch):
+    """The two configurations, with one digit and few steps."""
+    monkeypatch.chdir(ROOT)
+    common = [f"output_dir={tmp_path}", "metrics={progress: none, tensorboard: false}", "mesh.data=1"]
+    digits = ["data.options.digits=1", "batch={row_tokens: 64, micro_batch_tokens: 2048}"]
+    warm = ["steps=70", "data.prompts_per_step=64", "data.options.label_noise=1", "optim.warmup_steps=5"]
+    assert run_cli(train.main, ["--config", "configs/calculator_sft.yaml", *common, *digits, *warm]) == 0
+    held_out = "eval={split: test, options: {digits: 1, operators: '*'}, at_start: false, at_end: true}"
+    rest = [f"init_from={tmp_path}/calculator_sft", "steps=6", held_out, "environment.workers=1"]
+    argv = ["--config", "configs/calculator.yaml", *common, "data.options.digits=1", *rest, "resume=auto"]
+    assert run_cli(train.main, argv) == 0
+    steps = metrics_of(tmp_path / "calculator")
+    used = [line["environment/tool_calls"] for line in steps if "environment/tool_calls" in line]
+    assert used[-1] > used[0] + 0.2 and used[-1] > 0.8
+    rewards = [line["reward/environment"] for line in steps if "reward/environment" in line]
+    assert rewards[-1] > rewards[0] + 0.2
+    assert max(line["sampler/log_prob_diff_max"] for line in steps if "sampler/kl" in line) < 1e-4
+    assert sum(line["compile/count"] for line in steps[2:-1]) == 0
+    assert steps[-1]["eval/environment/turns_mean"] > 1.5
