@@ -209,7 +209,7 @@ _KERNEL = """
 import sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxrl.ops import token_log_probs_tpu as tpu
+from jaxrl.ops import token_log_probs_tpu as tpu, token_log_probs_tpu_kernels as kernels
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.tpu import topology_mesh
 
@@ -218,7 +218,7 @@ mesh = topology_mesh(topology)
 chip = tpu.chip_of(mesh)
 tpu.choose_blocks = lambda head, chip: tpu.Blocks(256, 1024)
 # The count of tokens is data: with it, the walk would not know how often the loop over pieces runs.
-tpu._each_piece = lambda body, size, used: jax.lax.fori_loop(
+kernels.each_piece = lambda body, size, used: jax.lax.fori_loop(
     0, size // 256, lambda r, _: (body(tpu.pl.ds(tpu.pl.multiple_of(r * 256, 256), 256)), _)[1], 0)
 tokens, vocabulary = (1024 * steps, 256) if kernel == "head" else (256, 1024 * steps)
 shape = lambda dims, dtype: jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))

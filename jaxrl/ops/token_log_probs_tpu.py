@@ -27,18 +27,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax
+from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
+from jaxrl.ops.token_log_probs_tpu_kernels import (
+    COLUMNS,
+    ROWS,
+    forward_kernel,
+    head_kernel,
+    hidden_kernel,
+    slope_of_cap,
+)
 from jaxrl.sharding import platform
 
-_ROWS, _COLUMNS, _WIDTH = 256, 512, 1024
-"""A block is worked on in pieces, in loops: logits of 256 rows, made from 512 columns at a time, and sums of
-up to 1024 of the D columns at a time. Larger pieces keep the matrix units busier and take longer to compile
-(the loops' bodies are unrolled: minutes for a whole block)."""
 _VMEM_MIB = {"TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
 _VMEM_MIB_ELSEWHERE = 50
 """Of 128 MiB (v5e, v6e) and 64 MiB (v5p, TPU7x), what a kernel may use. The blocks this makes, in bfloat16:
@@ -96,13 +99,13 @@ def _needed_vmem(head, blocks: Blocks) -> int:
     """Bytes, with a tenth for what the compiler needs."""
     (outer, inner), width, size = blocks, head.shape[1], head.dtype.itemsize
     pipeline = 2 * size * width * (2 * outer + inner)
-    pieces = (12 + size) * _ROWS * inner
+    pieces = (12 + size) * ROWS * inner
     return int((pipeline + 4 * width * outer + pieces) / 0.9)
 
 
 def block_tokens(tokens: int, head, chip: Chip) -> int:
     """The list of tokens is padded to a multiple of this."""
-    return min(max(choose_blocks(head, chip)), _round_up(tokens, _COLUMNS))
+    return min(max(choose_blocks(head, chip)), _round_up(tokens, COLUMNS))
 
 
 def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool, chip: Chip):
@@ -110,20 +113,20 @@ def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: boo
     (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
     targets = _here(targets, head)
     outer, inner = choose_blocks(head, chip)
-    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, _COLUMNS))
+    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, COLUMNS))
     last = vocabulary % inner
     kernel = functools.partial(
-        _forward_kernel,
+        forward_kernel,
         softmax=softmax,
         gradient=gradient,
         tail=last,
         limited=limit is not None or bool(last),
     )
     out_shape = [_result(chip, (tokens, 4), jnp.float32)]
-    scratch = [pltpu.VMEM((_ROWS, inner), jnp.float32), pltpu.VMEM((outer, 4), jnp.float32)]
+    scratch = [pltpu.VMEM((ROWS, inner), jnp.float32), pltpu.VMEM((outer, 4), jnp.float32)]
     if gradient:
         out_shape.append(_result(chip, (tokens, width), hidden.dtype))
-        scratch += [pltpu.VMEM((outer, width), jnp.float32), pltpu.VMEM((_ROWS, inner), head.dtype)]
+        scratch += [pltpu.VMEM((outer, width), jnp.float32), pltpu.VMEM((ROWS, inner), head.dtype)]
     out = pl.pallas_call(
         kernel,
         name="token_log_probs_forward",
@@ -171,7 +174,7 @@ def backward(
     if jacobian is None or ct.slope is not None:
         d_hidden = _hidden_gradient(hidden, head, targets, count, limit, softmax, ct, chip)
     else:
-        factor = _slope_of_cap(jacobian.target_logit, softmax) / softmax.temperature
+        factor = slope_of_cap(jacobian.target_logit, softmax) / softmax.temperature
         target = jnp.where(targets >= 0, ct.target * factor, 0.0)[:, None]
         base = (ct.base * jnp.exp(jacobian.log_sum_exp - ct.log_sum_exp))[:, None]
         d_hidden = target * head[jnp.maximum(targets, 0)] - base * jacobian.matrix
@@ -182,11 +185,11 @@ def backward(
 def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents, chip):
     (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
     outer, inner = choose_blocks(head, chip)
-    outer, inner = min(outer, _round_up(vocabulary, _ROWS)), min(inner, tokens)
+    outer, inner = min(outer, _round_up(vocabulary, ROWS)), min(inner, tokens)
     blocks = pl.cdiv(vocabulary, outer)
     per_token = jnp.stack([x for x in ct if x is not None])
     kernel = functools.partial(
-        _head_kernel, softmax=softmax, slope=ct.slope is not None, limited=limit is not None
+        head_kernel, softmax=softmax, slope=ct.slope is not None, limited=limit is not None
     )
     return pl.pallas_call(
         kernel,
@@ -204,8 +207,8 @@ def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents,
             out_specs=pl.BlockSpec((outer, width), lambda j, i, *_: (j, 0)),
             scratch_shapes=[
                 pltpu.VMEM((outer, width), jnp.float32),
-                pltpu.VMEM((_ROWS, inner), jnp.float32),
-                pltpu.VMEM((_ROWS, inner), head.dtype),
+                pltpu.VMEM((ROWS, inner), jnp.float32),
+                pltpu.VMEM((ROWS, inner), head.dtype),
             ],
         ),
         out_shape=_result(chip, head.shape, head.dtype),
@@ -222,11 +225,11 @@ def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents,
 def _hidden_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents, chip):
     (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
     outer, inner = choose_blocks(head, chip)
-    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, _COLUMNS))
+    outer, inner = min(outer, tokens), min(inner, _round_up(vocabulary, COLUMNS))
     last = vocabulary % inner
     per_token = jnp.stack([x for x in ct if x is not None], axis=1)
     kernel = functools.partial(
-        _hidden_kernel,
+        hidden_kernel,
         softmax=softmax,
         slope=ct.slope is not None,
         tail=last,
@@ -247,8 +250,8 @@ def _hidden_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangent
             out_specs=pl.BlockSpec((outer, width), lambda i, j, *_: (i, 0)),
             scratch_shapes=[
                 pltpu.VMEM((outer, width), jnp.float32),
-                pltpu.VMEM((_ROWS, inner), jnp.float32),
-                pltpu.VMEM((_ROWS, inner), head.dtype),
+                pltpu.VMEM((ROWS, inner), jnp.float32),
+                pltpu.VMEM((ROWS, inner), head.dtype),
             ],
         ),
         out_shape=_result(chip, hidden.shape, hidden.dtype),
@@ -260,215 +263,6 @@ def _hidden_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangent
         ),
         **_compiler(chip, head),
     )(_scalars(count, limit, vocabulary), *_in_hbm(chip, hidden, head), targets[:, None], per_token)
-
-
-# ---- kernels: pieces of a block in loops, logits in VMEM only ----
-
-
-def _forward_kernel(scalars, x_ref, w_ref, target_ref, out_ref, *refs, softmax, gradient, tail, limited):
-    if gradient:
-        jacobian_ref, logits_ref, state_ref, acc_ref, p_ref = refs
-    else:
-        logits_ref, state_ref = refs
-    i, j, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
-    first = j * len(w_ref)
-
-    @pl.when(j == 0)
-    def _():
-        state_ref[...] = jnp.zeros_like(state_ref)
-        state_ref[:, 0:1] = jnp.full((len(x_ref), 1), MASKED)
-        if gradient:
-            acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    _zero_tail(w_ref, tail, j == last)
-
-    def rows(here):
-        _products(logits_ref, x_ref, here, w_ref)
-        logits = _logits(logits_ref[...], softmax)
-        slope = _slope_of_cap(logits, softmax)
-        ids = lax.broadcasted_iota(jnp.int32, (1, len(w_ref)), 1)
-        if limited:
-            logits = jnp.where(ids < scalars[1] - first, logits, MASKED)
-        hit = ids == target_ref[here, :] - first
-        old = state_ref[here, 0:1]
-        new = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
-        p, decay = jnp.exp(logits - new), jnp.exp(old - new)
-        state_ref[here, 0:1] = new
-        state_ref[here, 1:2] = state_ref[here, 1:2] * decay + jnp.sum(p, axis=1, keepdims=True)
-        state_ref[here, 2:3] = state_ref[here, 2:3] * decay + jnp.sum(p * logits, axis=1, keepdims=True)
-        state_ref[here, 3:4] += jnp.sum(jnp.where(hit, logits, 0.0), axis=1, keepdims=True)
-        if gradient:
-            p_ref[...] = (p * slope).astype(p_ref.dtype)
-            _accumulate(acc_ref, here, p_ref, w_ref, decay)
-
-    _each_piece(rows, len(x_ref), scalars[0] - i * len(x_ref))
-
-    @pl.when(j == last)
-    def _():
-        out_ref[...] = state_ref[...]
-        if gradient:
-            scale = 1 / (softmax.temperature * jnp.maximum(state_ref[:, 1:2], 1e-30))
-            jacobian_ref[...] = (acc_ref[...] * scale).astype(jacobian_ref.dtype)
-
-
-def _head_kernel(
-    scalars,
-    x_ref,
-    w_ref,
-    target_ref,
-    token_ref,
-    out_ref,
-    acc_ref,
-    logits_ref,
-    d_ref,
-    *,
-    softmax,
-    slope,
-    limited,
-):
-    """Logits are transposed here, [vocabulary, tokens], as the product with the hidden states wants them."""
-    j, i, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
-
-    @pl.when(i == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    def rows(here):
-        _products(logits_ref, w_ref, here, x_ref)
-        logits = _logits(logits_ref[...], softmax)
-        ids = j * len(w_ref) + here.start + lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0)
-        values = [token_ref[k : k + 1, :] for k in range(3 + slope)]
-        d = _logit_gradient(logits, ids == target_ref[...], *values, softmax=softmax)
-        d = jnp.where(ids < scalars[1], d, 0.0) if limited else d
-        d_ref[...] = d.astype(d_ref.dtype)
-        _accumulate(acc_ref, here, d_ref, x_ref)
-
-    _each_piece(rows, len(w_ref), len(w_ref))
-
-    @pl.when(i == last)
-    def _():
-        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
-
-
-def _hidden_kernel(
-    scalars,
-    x_ref,
-    w_ref,
-    target_ref,
-    token_ref,
-    out_ref,
-    acc_ref,
-    logits_ref,
-    d_ref,
-    *,
-    softmax,
-    slope,
-    tail,
-    limited,
-):
-    i, j, last = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
-
-    @pl.when(j == 0)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-
-    _zero_tail(w_ref, tail, j == last)
-
-    def rows(here):
-        _products(logits_ref, x_ref, here, w_ref)
-        logits = _logits(logits_ref[...], softmax)
-        ids = j * len(w_ref) + lax.broadcasted_iota(jnp.int32, (1, len(w_ref)), 1)
-        values = [token_ref[here, k : k + 1] for k in range(3 + slope)]
-        d = _logit_gradient(logits, ids == target_ref[here, :], *values, softmax=softmax)
-        d = jnp.where(ids < scalars[1], d, 0.0) if limited else d
-        d_ref[...] = d.astype(d_ref.dtype)
-        _accumulate(acc_ref, here, d_ref, w_ref)
-
-    _each_piece(rows, len(x_ref), scalars[0] - i * len(x_ref))
-
-    @pl.when(j == last)
-    def _():
-        out_ref[...] = acc_ref[...].astype(out_ref.dtype)
-
-
-def _logits(products, softmax: Softmax):
-    if softmax.soft_cap is None:
-        return products * (1 / softmax.temperature)
-    return jnp.tanh(products * (1 / softmax.soft_cap)) * (softmax.soft_cap / softmax.temperature)
-
-
-def _slope_of_cap(logits, softmax: Softmax):
-    """d capped product / d product."""
-    if softmax.soft_cap is None:
-        return 1.0
-    return 1.0 - jnp.square(logits * (softmax.temperature / softmax.soft_cap))
-
-
-def _logit_gradient(logits, hit, lse, target, base, slope=None, *, softmax: Softmax):
-    """See ``Cotangents``; with respect to the products."""
-    factor = base if slope is None else base + slope * logits
-    d = -jnp.exp(logits - lse) * factor
-    d = jnp.where(hit, d + target, d) * (1 / softmax.temperature)
-    return d * _slope_of_cap(logits, softmax)
-
-
-def _products(out_ref, a_ref, here, b_ref):
-    """a[here] . b^T"""
-
-    def columns(c, _):
-        those = pl.ds(pl.multiple_of(c * _COLUMNS, _COLUMNS), _COLUMNS)
-        out_ref[:, those] = _dot(a_ref[here, :], b_ref[those, :], ((1,), (1,)))
-        return _
-
-    lax.fori_loop(0, len(b_ref) // _COLUMNS, columns, 0)
-
-
-def _accumulate(acc_ref, here, a_ref, b_ref, decay=None):
-    """acc[here] = decay * acc[here] + a . b"""
-    width = b_ref.shape[1]
-    size = next((n for n in range(_WIDTH, 0, -128) if width % n == 0), width)
-
-    def columns(c, _):
-        those = pl.ds(pl.multiple_of(c * size, size), size)
-        acc = acc_ref[here, those]
-        acc = acc if decay is None else acc * decay
-        acc_ref[here, those] = acc + _dot(a_ref[...], b_ref[:, those], ((1,), (0,)))
-        return _
-
-    lax.fori_loop(0, width // size, columns, 0)
-
-
-def _dot(a, b, contract):
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _each_piece(body, size, used):
-    """``body(slice)`` for the pieces of a block of ``size`` rows that hold some of its ``used`` first."""
-
-    def piece(r, _):
-        body(pl.ds(pl.multiple_of(r * _ROWS, _ROWS), _ROWS))
-        return _
-
-    lax.fori_loop(0, jnp.minimum(size // _ROWS, pl.cdiv(used, _ROWS)), piece, 0)
-
-
-def _zero_tail(w_ref, tail, condition):
-    """Rows of the last block beyond the array hold anything, NaN too, which 0 * p would not remove."""
-    if not tail:
-        return
-
-    @pl.when(condition)
-    def _():
-        whole = -(-tail // _ROWS) * _ROWS
-        start = whole - _ROWS
-        kept = lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0) < tail - start
-        piece = jnp.where(kept, w_ref[start:whole].astype(jnp.float32), 0.0)
-        w_ref[start:whole] = piece.astype(w_ref.dtype)
-        if whole < len(w_ref):
-            w_ref[whole:] = jnp.zeros((len(w_ref) - whole, w_ref.shape[1]), w_ref.dtype)
 
 
 # ---- arguments ----
