@@ -175,7 +175,8 @@ class Assembly:
     def _optimizer(self, total_updates: int) -> tuple[optax.GradientTransformation, TrainState]:
         """The optimizer, and the shardings of its train state."""
         optimizer = make_optimizer(self.config.optim, total_updates)
-        return optimizer, state_shardings(self.model, self.mesh, optimizer, self.param_shapes())
+        memory = self.config.optim.state_memory
+        return optimizer, state_shardings(self.model, self.mesh, optimizer, self.param_shapes(), memory)
 
     def initial_params(self) -> Any:
         """Parameters the run starts from: ``init_from``, else the model's own, in the train view."""

@@ -47,6 +47,11 @@ class OptimConfig:
     weight_decay: float = setting(0.0, "decoupled weight decay; norms and biases are left out")
     max_grad_norm: float | None = setting(1.0, "global gradient norm to clip to; null: no clipping")
     moment_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of Adam's moments at rest")
+    state_memory: Literal["device", "pinned_host"] = setting(
+        "device",
+        "where Adam's moments rest; pinned_host: in host memory, from where each update copies them to the "
+        "device and back",
+    )
 
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.learning_rate <= 0:
@@ -124,17 +129,28 @@ def _like(tree, example):
     return jax.tree.map(lambda x, e: x.astype(e.dtype), tree, example)
 
 
-def state_shardings(model: Model, mesh: Mesh, optimizer, params_like) -> TrainState:
-    """NamedShardings of a TrainState: moments lie where their parameters lie, counters are replicated."""
-    specs = model.specs(mesh, view="train")
-    shapes = jax.eval_shape(optimizer.init, params_like)
+def state_shardings(model: Model, mesh: Mesh, optimizer, params_like, memory: str = "device") -> TrainState:
+    """NamedShardings of a TrainState: moments lie as their parameters do, in ``memory``
+    (OptimConfig.state_memory); counters are replicated."""
+    params, whole = named(mesh, model.specs(mesh, view="train")), NamedSharding(mesh, PartitionSpec())
     opt = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: PartitionSpec()
+        optimizer,
+        lambda _, sharding: sharding if memory == "device" else sharding.with_memory_kind(memory),
+        jax.eval_shape(optimizer.init, params_like),
+        params,
+        transform_non_params=lambda _: whole,
     )
-    return named(
-        mesh,
-        TrainState(params=specs, opt_state=opt, updates=PartitionSpec(), skipped_in_a_row=PartitionSpec()),
-    )
+    return TrainState(params=params, opt_state=opt, updates=whole, skipped_in_a_row=whole)
+
+
+def _on_device(tree, shardings):
+    """``tree`` with what rests in host memory copied to the device."""
+
+    def one(x, sharding):
+        on_host = sharding.memory_kind == "pinned_host"
+        return jax.device_put(x, sharding.with_memory_kind("device")) if on_host else x
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainState) -> TrainState:
@@ -228,18 +244,28 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
-    def train(state: TrainState, batch: TrainBatch, num_micro_batches):
-        def body(i, carry):
-            (_, metrics), grads = gradient(state.params, _micro_batch(batch, i))
-            metrics = losses.merge_metrics(carry[0], metrics)
-            return metrics, jax.tree.map(jnp.add, carry[1], _float32(grads))
+    def sum_of_gradients(params, batch: TrainBatch, num_micro_batches):
+        """Metrics, and the gradient: added up in float32, or as it is where there is nothing to add."""
 
-        (_, metrics), grads = jax.eval_shape(
-            lambda p, b: gradient(p, _micro_batch(b, 0)), state.params, batch
-        )
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (metrics, grads))
-        empty = (empty[0], jax.tree.map(lax.with_sharding_constraint, empty[1], shardings.params))
-        metrics, grads = lax.fori_loop(0, num_micro_batches, body, empty)
+        def one(params, batch, i):
+            (_, metrics), grads = gradient(params, _micro_batch(batch, i))
+            return metrics, grads
+
+        def body(i, carry):
+            metrics, grads = one(params, batch, i)
+            return losses.merge_metrics(carry[0], metrics), jax.tree.map(jnp.add, carry[1], _float32(grads))
+
+        if len(batch.tokens) == 1:
+            return one(params, batch, 0)
+        shapes = jax.eval_shape(one, params, batch, 0)
+        metrics, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+        grads = jax.tree.map(lax.with_sharding_constraint, grads, shardings.params)
+        return lax.fori_loop(0, num_micro_batches, body, (metrics, grads))
+
+    def train(state: TrainState, batch: TrainBatch, num_micro_batches):
+        metrics, grads = sum_of_gradients(state.params, batch, num_micro_batches)
+        grads = _float32(jax.tree.map(lax.with_sharding_constraint, grads, shardings.params))
+        state = dataclasses.replace(state, opt_state=_on_device(state.opt_state, shardings.opt_state))
 
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)

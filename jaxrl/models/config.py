@@ -38,10 +38,11 @@ class ModelSource:
         "bfloat16",
         f"type of matrix products and activations: {', '.join(DTYPES)}; norms and softmax are float32",
     )
-    remat: Literal["none", "full", "dots"] = setting(
+    remat: Literal["none", "full", "offload", "attention", "dots"] = setting(
         "full",
-        "what the backward pass computes again: none (most memory), dots (all but matrix products) or full "
-        "(a whole layer)",
+        "what the forward pass keeps of a layer for the backward pass, which computes the rest again. full: "
+        "its input; offload: its input, in host memory; attention: its input, attention's result and the "
+        "residual stream after attention; dots: results of matrix products; none: everything",
     )
     attention: Literal["reference", "chunked", "pallas"] | None = setting(
         None,

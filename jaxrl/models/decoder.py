@@ -13,24 +13,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import Cache, Context, Layer, RMSNorm, param
+from jaxrl.models.layers import AFTER_ATTENTION, Cache, Context, Layer, RMSNorm, embed, param
 from jaxrl.models.moe import router_loss
-from jaxrl.ops.attention import Implementation
+from jaxrl.ops.attention import SAVED, Implementation
 from jaxrl.ops.decode_attention import Pages
 
 STACKED = "blocks"
 """Name of the subtree whose arrays have a leading axis R."""
 SINGLE = "layers"
 
-_REMAT_POLICIES = {
+INPUT = "layer_input"
+"""What remat policies know the input of a repeat of the pattern by."""
+REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "attention": jax.checkpoint_policies.save_only_these_names(SAVED, AFTER_ATTENTION),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+"""What the forward pass keeps for the backward pass, by the name of ``model.remat``: see ModelSource."""
 
 
 def in_order(layers: Any) -> list[tuple[str, Any]]:
@@ -92,10 +103,10 @@ class Decoder(nnx.Module):
 
     def embed_tokens(self, tokens: jax.Array, context: Context) -> jax.Array:
         """[B, T] -> [B, T, D] in the compute dtype."""
-        x = self.embed[...][tokens].astype(context.dtype)
+        x = embed(self.embed[...], tokens, context.dtype, context.mesh if self.scan else None)
         if self.config.scale_embeddings:
             x = x * jnp.asarray(self.config.hidden_size**0.5, context.dtype)
-        return context.constrain(x, "batch", None, None)
+        return context.constrain(x, "batch", "sequence", None)
 
     def __call__(
         self, tokens: jax.Array, context: Context, remat: str = "none"
@@ -107,18 +118,23 @@ class Decoder(nnx.Module):
 
         def apply(kind, layer, carry):
             x, router = carry
+            x = checkpoint_name(x, INPUT)
             x, _, new = layer(x, kind, context)
             return x, jax.tree.map(jnp.add, router, new) if new else router
 
         def with_remat(function, *, scanned):
             if remat == "none":
                 return function
-            return jax.checkpoint(function, policy=_REMAT_POLICIES[remat], prevent_cse=not scanned)
+            return jax.checkpoint(function, policy=REMAT_POLICIES[remat], prevent_cse=not scanned)
 
         if self.scan:
             graph, stacked = nnx.split(self.blocks)
 
             def repeat(carry, params):
+                # Also in the backward pass: a layer's gradients are summed to where its parameters lie.
+                params = jax.tree.map(
+                    context.constrain_param, params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+                )
                 for place, layer in in_order(nnx.merge(graph, params)):
                     carry = apply(config.layers[int(place)], layer, carry)
                 return carry, None
@@ -140,7 +156,7 @@ class Decoder(nnx.Module):
                 else jnp.asarray(tokens.size)
             )
             loss = router_loss(counts, probs, real, config.num_layers)
-        return self.norm(x), loss
+        return context.constrain(self.norm(x), "batch", None, None), loss
 
     def extend(
         self, tokens: jax.Array, context: Context, cache: dict[str, Cache]

@@ -8,13 +8,13 @@ and softmax are float32.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.batch import AttentionLayout
@@ -27,6 +27,8 @@ from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
 
 Cache = dict[str, jax.Array]
 """One layer's keys and values: {"k", "v"} [B, K, S, H], or in pages [pages, K, page, H]."""
+AFTER_ATTENTION = "after_attention"
+"""What remat policies know the residual stream between attention and MLP by."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,24 @@ class Context:
             entries[0] = BATCH_AXES
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
+    def constrain_param(self, variable: nnx.Variable) -> nnx.Variable:
+        """A parameter in the train view; the same for its gradient."""
+        return variable.replace(self.constrain(variable[...], *variable.get_metadata("out_sharding")))
+
+    def project(self, x: jax.Array, weight: nnx.Param, *, inputs: int = 1) -> jax.Array:
+        """x [B, T, in...] times weight [in..., out...] -> [B, T, out...]; ``inputs`` counts the axes in
+        "in..."."""
+        w: Any = weight[...]
+        scale = None
+        if hasattr(w, "qvalue"):  # int8, see rollout/weights.py: its scales have one number an output
+            w, scale = w.qvalue, w.scale.reshape(-1)
+        x, out = x.reshape(*x.shape[:2], -1), w.shape[inputs:]
+        # One plain matrix product is what CPUs do best, but B and T are merged only where T is whole.
+        whole = self.mesh is None or self.mesh.shape["tensor"] == 1
+        rows = x.reshape(-1, x.shape[2]) if whole else x
+        y = rows @ w.astype(self.dtype).reshape(x.shape[2], -1)
+        return (y if scale is None else (y * scale).astype(self.dtype)).reshape(*x.shape[:2], *out)
+
 
 def param(
     rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dtype, fan_in: int
@@ -68,19 +88,38 @@ def param(
     return nnx.Param(value, out_sharding=names, eager_sharding=False)
 
 
-def project(x: jax.Array, weight: nnx.Param, dtype, *, inputs: int = 1) -> jax.Array:
-    """x [B, T, in...] times weight [in..., out...] -> [B, T, out...]; ``inputs`` counts the axes in "in...".
+def embed(table: jax.Array, tokens: jax.Array, dtype, mesh: Mesh | None) -> jax.Array:
+    """Rows [B, T, D] of a table [V, D] that lies over (tensor, fsdp), or is whole where ``mesh`` is None.
 
-    As one plain matrix product, which is what compilers do best; merging axes keeps a sharding of the first.
+    Every device looks up the tokens of all its fsdp neighbours in its own part of the table, and what it
+    finds travels to where it belongs: activations move, in both passes, never the table or its gradient.
     """
-    w: Any = weight[...]
-    scale = None
-    if hasattr(w, "qvalue"):  # int8, see rollout/weights.py: its scales have one number an output
-        w, scale = w.qvalue, w.scale.reshape(-1)
-    out = w.shape[inputs:]
-    rows = x.reshape(-1, math.prod(w.shape[:inputs]))
-    y = rows @ w.astype(dtype).reshape(rows.shape[1], -1)
-    return (y if scale is None else (y * scale).astype(dtype)).reshape(*x.shape[:2], *out)
+    if mesh is None or not _divides(table, tokens, mesh):
+        return table[tokens].astype(dtype)
+
+    def local(table, tokens):
+        ids = jax.lax.all_gather(tokens, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * len(table)
+        mine = (ids >= 0) & (ids < len(table))
+        # In float32, as the gradients of a frequent token add up here.
+        rows = table.astype(jnp.float32)[jnp.where(mine, ids, 0)]
+        rows = jnp.where(mine[..., None], rows, 0).astype(dtype)
+        rows = jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.all_to_all(rows, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec("tensor", "fsdp"), PartitionSpec(BATCH_AXES)),
+        out_specs=PartitionSpec(BATCH_AXES, "tensor"),
+        check_vma=False,
+    )(table, tokens)
+
+
+def _divides(table: jax.Array, tokens: jax.Array, mesh: Mesh) -> bool:
+    """Whether ``embed`` can split its arrays evenly."""
+    (v, d), (b, t) = table.shape, tokens.shape
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    return not (v % tensor or t % tensor or d % fsdp or b % batch_shards(mesh))
 
 
 def matrix(weight: nnx.Param, dtype) -> jax.Array:
@@ -135,7 +174,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens."""
         config, dtype = self.config, context.dtype
-        q, k, v = (project(x, w, dtype) for w in (self.q, self.k, self.v))
+        q, k, v = (context.project(x, w) for w in (self.q, self.k, self.v))
         if config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
             q, k, v = (y + bias[...].astype(dtype) for y, bias in zip((q, k, v), biases, strict=True))
@@ -189,7 +228,7 @@ class Attention(nnx.Module):
             if layout is not None:
                 y = collapse(y, layout)
         y = context.constrain(y, "batch", None, "heads", None)
-        return project(y, self.out, dtype, inputs=2), cache
+        return context.project(y, self.out, inputs=2), cache
 
 
 def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
@@ -216,9 +255,8 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
-        dtype = context.dtype
-        hidden = activation(self.activation, project(x, self.gate, dtype)) * project(x, self.up, dtype)
-        return project(context.constrain(hidden, "batch", None, "mlp"), self.down, dtype), None
+        hidden = activation(self.activation, context.project(x, self.gate)) * context.project(x, self.up)
+        return context.project(context.constrain(hidden, "batch", None, "mlp"), self.down), None
 
 
 class Layer(nnx.Module):
@@ -245,9 +283,16 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, jax.Array] | None]:
         """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without
         experts)."""
-        y, cache = self.attention(self.attention_norm(x), kind, context, cache)
-        x = x + (self.post_attention_norm(y) if self.sandwich else y)
-        x = context.constrain(x, "batch", None, None)
-        y, router = self.mlp(self.mlp_norm(x), context)
-        x = x + (self.post_mlp_norm(y) if self.sandwich else y)
-        return context.constrain(x, "batch", None, None), cache, router
+
+        def whole(y):
+            return context.constrain(y, "batch", None, None)
+
+        def split(y):
+            return context.constrain(y, "batch", "sequence", None)
+
+        y, cache = self.attention(whole(self.attention_norm(x)), kind, context, cache)
+        y = split(y)
+        x = checkpoint_name(x + (self.post_attention_norm(y) if self.sandwich else y), AFTER_ATTENTION)
+        y, router = self.mlp(whole(self.mlp_norm(x)), context)
+        y = split(y)
+        return x + (self.post_mlp_norm(y) if self.sandwich else y), cache, router

@@ -40,7 +40,7 @@ class Model:
     config: ModelConfig
     compute_dtype: str = "float32"
     remat: str = "none"
-    """"none", "full" or "dots": see ModelSource."""
+    """"none" or a name of ``decoder.REMAT_POLICIES``: see ModelSource."""
     attention: Implementation | None = None
     mesh: Mesh | None = None
     """Where activations are laid out; None: one device, or whatever the compiler chooses."""
