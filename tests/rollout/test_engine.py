@@ -80,6 +80,7 @@ def make_engine(model, mesh=None, **changes):
         steps_per_dispatch=5,
         stop_ids=(STOP,),
         vocab_limit=LIMIT,
+        filters=False,
     )
     return Engine(model, mesh or one_device(), **{**options, **changes})
 
@@ -240,7 +241,7 @@ def test_kernel_and_gathered_pages_give_the_same_samples(params, prompts):
     model = Model(ModelConfig.from_scratch(scratch, vocab_size=VOCAB))
     assert [kind.window for kind in model.config.layers] == [9, None]
     params = jax.tree.map(lambda x: 5 * x if x.ndim > 2 else x, model.init(jax.random.key(0), one_device()))
-    options = dict(page_tokens=16, decode_batches=2, slots=8)
+    options = dict(page_tokens=16, slots=8)
     whole = sample(model, params, prompts, make_engine(model, page_tokens=64, slots=8))
     assert same(whole, sample(model, params, prompts, make_engine(model, **options)))
     engine = make_engine(model, decode_attention="pallas", **options)
@@ -249,7 +250,7 @@ def test_kernel_and_gathered_pages_give_the_same_samples(params, prompts):
 
 
 def test_more_sequences_than_slots_one_prompt_and_one_too_many(model, params, prompts):
-    engine = make_engine(model, slots=8, decode_batches=4)
+    engine = make_engine(model, slots=8)
     expected = sample(model, params, prompts, make_engine(model))
     one = sample(model, params, prompts.take([1]), engine, group=9)
     assert same(sample(model, params, prompts, engine), expected)
@@ -284,7 +285,7 @@ def test_the_tail_runs_in_smaller_batches(model, params, prompts):
 
 
 def test_each_sequence_has_its_own_sampling(model, params, prompts):
-    engine = make_engine(model, stop_ids=())
+    engine = make_engine(model, stop_ids=(), filters=True)
     greedy = sample(model, params, prompts.take([0]), engine, group=1, temperature=0.0)
     free = sample(model, params, prompts.take([0]), engine, group=3)
     settings = [Sampling(max_new_tokens=16), Sampling(max_new_tokens=5), Sampling(max_new_tokens=16, top_k=1)]
@@ -300,6 +301,11 @@ def test_each_sequence_has_its_own_sampling(model, params, prompts):
     assert out.tokens[0].tolist() == free.tokens[0].tolist()
     assert out.tokens[1].tolist() == free.tokens[1][:5].tolist()
     assert out.tokens[2].tolist() == greedy.tokens[0].tolist()
+
+
+def test_filters_need_an_engine_that_has_them(model, params, prompts):
+    with pytest.raises(ValueError, match="top_k, top_p and min_p need an engine with filters"):
+        sample(model, params, prompts, make_engine(model), top_k=3)
 
 
 def test_several_stop_ids(model, params, prompts):
@@ -344,7 +350,13 @@ def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
 def test_nothing_compiles_after_the_first_call(model, params):
     """Prompts of 5 to 60 tokens, alone, together and with a common start; limits 33 and 317; evaluation."""
     engine = make_engine(
-        model, slots=8, max_prompt_tokens=60, max_new_tokens=317, steps_per_dispatch=32, decode_batches=3
+        model,
+        slots=8,
+        max_prompt_tokens=60,
+        max_new_tokens=317,
+        steps_per_dispatch=32,
+        decode_batches=2,
+        filters=True,
     )
     rollout_params = model.unstack(params)
     key = jax.random.key_data(jax.random.key(0))
