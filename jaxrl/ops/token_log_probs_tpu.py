@@ -35,6 +35,7 @@ from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.ops.token_log_probs_tpu_kernels import (
     COLUMNS,
     ROWS,
+    WIDTH,
     forward_kernel,
     head_kernel,
     hidden_kernel,
@@ -96,11 +97,14 @@ def choose_blocks(head, chip: Chip) -> Blocks:
 
 
 def _needed_vmem(head, blocks: Blocks) -> int:
-    """Bytes, with a tenth for what the compiler needs."""
-    (outer, inner), width, size = blocks, head.shape[1], head.dtype.itemsize
+    """Bytes: the pipeline's buffers, the sums, a piece's temporaries, and some for what the compiler adds."""
+    (outer, inner), size = blocks, head.dtype.itemsize
+    width = _round_up(head.shape[1], 128)
     pipeline = 2 * size * width * (2 * outer + inner)
-    pieces = (12 + size) * ROWS * inner
-    return int((pipeline + 4 * width * outer + pieces) / 0.9)
+    piece = (24 + 2 * size) * ROWS * inner
+    if size == 4:  # products in float32 split their operands
+        piece += 8 * inner * min(width, WIDTH)
+    return int(1.05 * (pipeline + 4 * width * outer + piece))
 
 
 def block_tokens(tokens: int, head, chip: Chip) -> int:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from jaxrl.ops.token_log_probs_chunked import MASKED, Softmax
 
-ROWS, COLUMNS, _WIDTH = 256, 512, 1024
+ROWS, COLUMNS, WIDTH = 256, 512, 1024
 """A block is worked on in pieces, in loops: logits of 256 rows, made from 512 columns at a time, and sums of
 up to 1024 of the D columns at a time. Larger pieces keep the matrix units busier and take longer to compile
 (the loops' bodies are unrolled: minutes for a whole block)."""
@@ -183,7 +183,7 @@ def _products(out_ref, a_ref, here, b_ref):
 def _accumulate(acc_ref, here, a_ref, b_ref, decay=None):
     """acc[here] = decay * acc[here] + a . b"""
     width = b_ref.shape[1]
-    size = next((n for n in range(_WIDTH, 0, -128) if width % n == 0), width)
+    size = next((n for n in range(WIDTH, 0, -128) if width % n == 0), width)
 
     def columns(c, _):
         those = pl.ds(pl.multiple_of(c * size, size), size)

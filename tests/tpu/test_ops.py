@@ -32,7 +32,7 @@ def entropy_loss(log_probs, entropies, operands):
     return loss - 0.01 * jnp.sum(entropies), metrics
 
 
-def arrays(mesh, size, head_spec):
+def arrays(mesh, size, head_spec, dtype=jnp.bfloat16):
     """hidden, head, targets, mask, operands, as shapes; 8 rows over (data, fsdp)."""
     width, vocabulary = size
 
@@ -42,18 +42,27 @@ def arrays(mesh, size, head_spec):
     rows = (8, TOKENS // 8)
     floats = shape(rows, jnp.float32)
     return (
-        shape((*rows, width), jnp.bfloat16),
-        shape((vocabulary, width), jnp.bfloat16, head_spec),
+        shape((*rows, width), dtype),
+        shape((vocabulary, width), dtype, head_spec),
         shape(rows, jnp.int32),
         shape(rows, jnp.bool_),
         {"old": floats, "advantages": floats},
     )
 
 
-def gradient_cost(topology, config, size, head_spec=WHOLE, loss=ratio_loss, masked=False, **options):
+def gradient_cost(
+    topology,
+    config,
+    size,
+    head_spec=WHOLE,
+    loss=ratio_loss,
+    masked=False,
+    dtype=jnp.bfloat16,
+    **options,
+):
     """Cost of both gradients of ``loss``, and the FLOPs of one product with the head, per device."""
     mesh = topology_mesh(topology, config)
-    hidden, head, targets, mask, operands = arrays(mesh, size, head_spec)
+    hidden, head, targets, mask, operands = arrays(mesh, size, head_spec, dtype)
 
     def value(hidden, head, targets, mask, operands):
         mask = mask if masked else None
@@ -105,6 +114,12 @@ def test_every_chip_takes_every_option(topology):
         cost, product = gradient_cost(topology, ONE, GEMMA, loss=loss, **options)
         assert cost.temp_bytes < 0.2 * 2**30
         assert cost.flops == products * product
+
+
+@pytest.mark.slow
+def test_float32_and_a_width_that_is_no_multiple_of_128():
+    cost, product = gradient_cost("v5e:1x1", ONE, (576, 49152), loss=entropy_loss, dtype=jnp.float32)
+    assert cost.flops == 5 * product
 
 
 def pallas_calls(jaxpr):
