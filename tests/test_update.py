@@ -29,6 +29,8 @@ from jaxrl.step import (
 CHECKPOINTS = Path(__file__).parent / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+FAST = {"xla_backend_optimization_level": 0}
+"""Options for tiny programs that run once: they are compiled fast, not well."""
 KEEP_GRADIENT = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
@@ -73,9 +75,7 @@ def programs(family, split):
 
 
 def run(program, *args):
-    """The result; tiny programs that run once are compiled fast, not well."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.device_get(program.lower(*args).compile(options)(*args))
+    return jax.device_get(program.lower(*args).compile(FAST)(*args))
 
 
 class Update:
@@ -85,12 +85,12 @@ class Update:
         self.settings = BatchConfig(**batch_settings)
         self.mesh, self.state, self.score_step, self.train_step = programs(family, split)
 
-    def batch(self, found):
+    def batch(self, found, group=GROUP):
         shape = self.settings.shape(
             len(found),
             LONGEST,
             num_shards=batch_shards(self.mesh),
-            group_size=GROUP,
+            group_size=group,
             completion_tokens=COMPLETION,
         )
         batch, used, index = pack(found, shape)
@@ -140,3 +140,16 @@ def test_log_probs_and_gradient_are_those_of_padded_rows(family, split, settings
         assert np.linalg.norm(a - e) < 1e-5 * np.linalg.norm(e), jax.tree_util.keystr(path)
     for name, value in other_metrics.items():
         np.testing.assert_allclose(value, metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_memory_does_not_depend_on_the_size_of_groups():
+    """Contract 7: four times the completions take more micro-batches, not more memory for each."""
+    update, used, temporaries = Update("llama", micro_batch_tokens=56), [], []
+    for group in (4, 16):
+        found = [dataclasses.replace(s, ref_log_probs=-s.loss_mask) for s in sequences(group=group)]
+        batch, count, _ = update.batch(found, group)
+        program = update.train_step.lower(update.state, batch, count).compile(FAST)
+        used.append(int(count))
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    assert used[1] > 3 * used[0]
+    assert temporaries[1] <= 1.01 * temporaries[0]
