@@ -96,28 +96,22 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
         np.testing.assert_allclose(weights[up], 0.1, rtol=1e-6)
 
 
-def metrics_of(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "step" in line and "event" not in line]
-
-
 @pytest.mark.slow
 def test_calculator_example_learns_to_call_the_tool(tmp_path, monkeypatch):
-    """The two configurations, with one digit and few steps."""
+    """The two configurations, with few steps."""
     monkeypatch.chdir(ROOT)
     common = [f"output_dir={tmp_path}", "metrics={progress: none, tensorboard: false}", "mesh.data=1"]
-    digits = ["data.options.digits=1", "batch={row_tokens: 64, micro_batch_tokens: 2048}"]
-    warm = ["steps=70", "data.prompts_per_step=64", "data.options.label_noise=1", "optim.warmup_steps=5"]
-    assert run_cli(train.main, ["--config", "configs/calculator_sft.yaml", *common, *digits, *warm]) == 0
-    held_out = "eval={split: test, options: {digits: 1, operators: '*'}, at_start: false, at_end: true}"
-    rest = [f"init_from={tmp_path}/calculator_sft", "steps=6", held_out, "environment.workers=1"]
-    argv = ["--config", "configs/calculator.yaml", *common, "data.options.digits=1", *rest, "resume=auto"]
-    assert run_cli(train.main, argv) == 0
-    steps = metrics_of(tmp_path / "calculator")
-    used = [line["environment/tool_calls"] for line in steps if "environment/tool_calls" in line]
-    assert used[-1] > used[0] + 0.2 and used[-1] > 0.8
-    rewards = [line["reward/environment"] for line in steps if "reward/environment" in line]
-    assert rewards[-1] > rewards[0] + 0.2
-    assert max(line["sampler/log_prob_diff_max"] for line in steps if "sampler/kl" in line) < 1e-4
-    assert sum(line["compile/count"] for line in steps[2:-1]) == 0
+    warm = ["steps=150", "data.prompts_per_step=64"]
+    assert run_cli(train.main, ["--config", "configs/calculator_sft.yaml", *common, *warm]) == 0
+    rest = [f"init_from={tmp_path}/calculator_sft", "steps=6", "eval.at_start=false", "environment.workers=1"]
+    assert run_cli(train.main, ["--config", "configs/calculator.yaml", *common, *rest]) == 0
+    lines = [json.loads(x) for x in (tmp_path / "calculator" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "environment/tool_calls" in line]
+    used, rewards = (
+        [line[name] for line in steps] for name in ("environment/tool_calls", "reward/environment")
+    )
+    assert used[-1] > max(0.7, used[0] + 0.2)
+    assert np.mean(rewards[-3:]) > rewards[0] + 0.1
+    assert max(line["sampler/log_prob_diff_max"] for line in steps) < 1e-4
+    assert sum(line["compile/count"] for line in steps[1:]) == 0  # the evaluation at the end included
     assert steps[-1]["eval/environment/turns_mean"] > 1.5
