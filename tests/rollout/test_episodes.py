@@ -111,6 +111,7 @@ def make_engine(model, mesh=None, **changes):
         stop_ids=(EOS,),
         vocab_limit=LIMIT,
         multi_turn=True,
+        filters=False,
     )
     return Engine(model, mesh or one_device(), **{**options, **changes})
 
@@ -197,6 +198,7 @@ def test_ids_are_only_appended_and_the_trainer_agrees_with_every_turn(model, mul
     assert_trainer_agrees(model, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -215,6 +217,7 @@ def test_schedule_does_not_change_the_episodes(model, multi_turn, changes):
     assert [e.reward for e in expected.episodes] == [e.reward for e in got.episodes]
 
 
+@pytest.mark.slow
 def test_mesh_does_not_change_the_episodes(model, multi_turn):
     parts = multi_turn()
     expected = play(model, parts)
@@ -226,7 +229,7 @@ def test_mesh_does_not_change_the_episodes(model, multi_turn):
     assert same(expected, got)
 
 
-@pytest.mark.parametrize("kind", ["full", "windowed"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("windowed", marks=pytest.mark.slow)])
 def test_a_template_that_rewrites_history_splits_rows(kind, multi_turn, tmp_path):
     """Each row is what the policy saw: a prompt as the template has it, and one turn."""
     (tmp_path / "forgetful.jinja").write_text(FORGETFUL)
