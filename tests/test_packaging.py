@@ -17,13 +17,27 @@ from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"tpu", "cuda", "jetstream", "ray", "gcs", "wandb", "pathways", "hf", "test", "integration", "dev"}
+EXTRAS = {
+    "tpu",
+    "cuda",
+    "jetstream",
+    "int8",
+    "ray",
+    "gcs",
+    "wandb",
+    "pathways",
+    "hf",
+    "test",
+    "integration",
+    "dev",
+}
 
 # Import name -> extra, of what may be imported where it is used but never by a run that does not ask for it.
 OPTIONAL_MODULES = {
     "datasets": "hf",
     "gcsfs": "gcs",
     "jetstream": "jetstream",
+    "qwix": "int8",
     "pathwaysutils": "pathways",
     "ray": "ray",
     "wandb": "wandb",

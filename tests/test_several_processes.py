@@ -53,9 +53,9 @@ def broken(token_ids):
 """
 
 
-def start(folder, name, number=0, count=1, port=0, *overrides, program=("-m", "jaxrl.train")):
+def start(folder, name, number=0, count=1, port=0, *overrides, program=("-m", "jaxrl.train"), devices=4):
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // count}"
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices // count}"
     if count > 1:
         env |= {
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
@@ -172,6 +172,28 @@ def test_processes_stop_together_and_another_number_continues(folder):
         for name in restored:
             np.testing.assert_array_equal(restored[name], again[name])
             np.testing.assert_allclose(after[name], after_again[name], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_what_eight_devices_saved_two_processes_continue(folder):
+    mesh = ("batch.micro_batch_tokens=96", "mesh.data=2", "mesh.tensor=4")
+    wide = start(folder, "wide", 0, 1, 0, "steps=1", *mesh, devices=8)
+    _, errors = wide.communicate(timeout=600)
+    assert wide.returncode == 0, errors
+    shutil.copytree(folder / "runs" / "wide", folder / "runs" / "both")
+    overrides, port = ("steps=2", "resume=must", *mesh), free_port()
+    wide = start(folder, "wide", 0, 1, 0, *overrides, devices=8)
+    both = [
+        start(folder, "both", n, 2, port, *overrides, "mesh.data=4", "mesh.tensor=2", devices=8)
+        for n in (0, 1)
+    ]
+    outputs = [p.communicate(timeout=600) for p in [wide, *both]]
+    assert [p.returncode for p in [wide, *both]] == [0, 0, 0], outputs
+    for item in ("params", "optimizer"):
+        for step, tolerance in ((1, 0), (2, 1e-5)):
+            one, two = (arrays(folder, name, step, item) for name in ("wide", "both"))
+            for name in one:
+                np.testing.assert_allclose(one[name], two[name], rtol=0, atol=tolerance)
 
 
 def arrays(folder, name, step, item):
