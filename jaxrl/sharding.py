@@ -87,7 +87,7 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
         return Mesh(np.asarray(devices).reshape(shape), AXES)
     from jax.experimental import mesh_utils
 
-    return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 
 def spec_for(

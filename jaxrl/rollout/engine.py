@@ -127,6 +127,7 @@ class Engine:
         self._compile()
         self.tables = PageTables(sizes, self.shards, share=share_prompts)
         self.active = np.zeros(self.slots, bool)
+        self.prompt_tokens = np.zeros(self.slots, np.int32)  # the prefix's own lie on all hosts' devices
 
     def _compile(self) -> None:
         mesh, model = self.mesh, self.model
@@ -156,6 +157,7 @@ class Engine:
         """Empty slots. Every earlier reservation is void."""
         self.tables = PageTables(self.cache.geometry, self.shards, share=self.share_prompts)
         self.active = np.zeros(self.slots, bool)
+        self.prompt_tokens = np.zeros(self.slots, np.int32)
         return self._new_state()
 
     def prefill(self, params, prompts: Sequence[np.ndarray], existing: Prefix | None = None) -> Prefix:
@@ -194,7 +196,10 @@ class Engine:
     def reserve(self, prompt: np.ndarray, limit: int, slot: int | None = None) -> int | None:
         """A free slot (``slot`` itself when given) with pages for ``prompt`` and ``limit`` more tokens; None
         when there is no room until another one is released."""
-        return self.tables.admit(prompt, len(prompt) + limit, slot)
+        slot = self.tables.admit(prompt, len(prompt) + limit, slot)
+        if slot is not None:
+            self.prompt_tokens[slot] = len(prompt)
+        return slot
 
     def release(self, slot: int) -> None:
         """End the sequence of a slot, whether it is done or not, and free the slot."""
@@ -239,9 +244,9 @@ class Engine:
         if not self.filters and any(r.sampling.filtered for r in requests):
             raise ValueError("top_k, top_p and min_p need an engine with filters")
         slots, cache = state
-        lengths = np.asarray(prefix.lengths) if requests else ()
+        lengths, tables = self.prompt_tokens, self.tables
         wanted = [
-            (r.slot, r.row, int(lengths[r.row]), self.tables.to_write.pop(r.slot), self.tables.table[r.slot])
+            (r.slot, r.row, int(lengths[r.slot]), tables.to_write.pop(r.slot), tables.table[r.slot])
             for r in requests
         ]
         for plan in self.cache.plan(wanted):
