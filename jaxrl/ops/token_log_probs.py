@@ -72,12 +72,6 @@ def scaled_logits(
     return jnp.where(jnp.arange(head.shape[0]) < vocab_limit, logits, MASKED)
 
 
-def log_probs_and_entropy(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits [..., V] (already divided by the temperature), targets [...] -> log_probs [...], entropy [...],
-    in nats."""
-    return _from_logits(logits, targets)[:2]
-
-
 def _from_logits(logits, targets):
     lse = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
