@@ -133,6 +133,8 @@ def _file_system(remote: bool) -> Any:
     import fsspec
     import fsspec.config
 
+    # Orbax's paths (etils) would go to buckets through TensorFlow where that is installed; they ask once.
+    os.environ.setdefault("EPATH_USE_TF", "false")
     if not remote:
         return fsspec.filesystem("file")
     try:
