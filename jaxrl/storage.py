@@ -13,6 +13,10 @@ from typing import Any
 
 from jaxrl.config import ConfigError
 
+# Orbax's paths (etils) would go to buckets through TensorFlow where that is installed. They read this once a
+# process, at their first path of any kind, so it must be set before anything else uses them.
+os.environ.setdefault("EPATH_USE_TF", "false")
+
 
 def is_remote(path: str | os.PathLike) -> bool:
     """Whether ``path`` names a place in a bucket."""
@@ -133,8 +137,6 @@ def _file_system(remote: bool) -> Any:
     import fsspec
     import fsspec.config
 
-    # Orbax's paths (etils) would go to buckets through TensorFlow where that is installed; they ask once.
-    os.environ.setdefault("EPATH_USE_TF", "false")
     if not remote:
         return fsspec.filesystem("file")
     try:
