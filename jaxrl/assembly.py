@@ -28,7 +28,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.settings import RunConfig
-from jaxrl.sharding import batch_shards, make_mesh, named, platform
+from jaxrl.sharding import batch_shards, make_mesh, named, platform, rollout_mesh
 from jaxrl.step import (
     StepSpec,
     learning_rate_schedule,
@@ -63,10 +63,16 @@ class Assembly:
 
     config: RunConfig
     mesh: Mesh
+    """The train view of the devices."""
     tokenizer: Tokenizer
     model: Model
     folder: Path | None
     """Hugging Face folder the model comes from; None for a model from scratch."""
+
+    @property
+    def rollout_mesh(self) -> Mesh:
+        """The rollout view of the same devices."""
+        return rollout_mesh(self.mesh, self.config.rollout.tensor)
 
     @property
     def longest_tokens(self) -> int:
@@ -117,9 +123,10 @@ class Assembly:
         group = config.eval.samples if config.algo.supervised else rollout.group_size
         slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
         stop_ids = () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
+        mesh = self.rollout_mesh
         return Engine(
-            self.model,
-            self.mesh,
+            dataclasses.replace(self.model, mesh=mesh if mesh.size > 1 else None),
+            mesh,
             slots=slots,
             prefill_rows=min(prompts, max(1, slots // group)),
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -150,7 +157,7 @@ class Assembly:
     def refresh(self):
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
-        return make_refresh(self.model, self.mesh, dtype)
+        return make_refresh(self.model, self.rollout_mesh, dtype)
 
     def param_shapes(self) -> Any:
         """ShapeDtypeStructs of the training parameters, with their shardings."""
@@ -222,8 +229,11 @@ def assemble(config: RunConfig) -> Assembly:
         mesh=mesh if mesh.size > 1 else None,
     )
     parts = Assembly(config, mesh, tokenizer, model, folder)
-    model.specs(mesh)  # refuses a tensor axis that does not divide the heads,
-    parts.batch_shape  # noqa: B018  and this a row without room, before anything is loaded
+    # Before anything is loaded: a tensor axis that does not divide the heads, a row without room.
+    model.specs(mesh)
+    if config.samples_completions:
+        model.specs(parts.rollout_mesh, view="rollout")
+    parts.batch_shape  # noqa: B018
     return parts
 
 

@@ -1,8 +1,8 @@
 """The mesh, and how logical axes of arrays lie on it.
 
-One mesh with axes (data, fsdp, tensor) serves both phases. The *train view* spreads parameters over fsdp and
-tensor; the *rollout view* is the same devices seen as (data * fsdp, tensor): weights lie over tensor only, so
-the decode loop never gathers a parameter. The views differ only in their table of rules.
+The *train view* is a mesh with axes (data, fsdp, tensor) that spreads parameters over fsdp and tensor. The
+*rollout view* is the same devices, in the same order, seen as (data, tensor) with a tensor size of its own:
+weights lie over tensor only, so the decode loop never gathers a parameter.
 """
 
 from __future__ import annotations
@@ -88,6 +88,24 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
     from jax.experimental import mesh_utils
 
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+
+
+def rollout_mesh(mesh: Mesh, tensor: int | None = None) -> Mesh:
+    """The rollout view of ``mesh``: ``tensor`` devices, neighbours in its order, split each product (None: as
+    many as in ``mesh``), the others hold replicas. One program takes arrays of both views.
+
+    Raises:
+        ConfigError: ``tensor`` does not divide the devices.
+    """
+    if tensor is None or tensor == mesh.shape["tensor"]:
+        return mesh
+    if mesh.size % tensor:
+        raise ConfigError(
+            f"{tensor} does not divide the {mesh.size} devices; valid are "
+            f"{', '.join(map(str, divisors(mesh.size)))}",
+            "rollout.tensor",
+        )
+    return Mesh(mesh.devices.reshape(-1, 1, tensor), AXES)
 
 
 def spec_for(

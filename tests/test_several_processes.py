@@ -99,7 +99,8 @@ def test_two_processes_agree_with_one(folder):
     (folder / "calls").unlink()
 
     port = free_port()
-    both = [start(folder, "both", number, 2, port) for number in range(2)]
+    # The sampler's products go across the processes, the trainer's do not.
+    both = [start(folder, "both", number, 2, port, "rollout.tensor=4") for number in range(2)]
     outputs = [p.communicate(timeout=600) for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
     assert len(set((folder / "calls").read_text().split())) == 1  # one process calls the reward function

@@ -69,7 +69,7 @@ class Model:
             raise ConfigError(
                 f"{mesh.shape['tensor']} does not divide the model's {self.config.num_heads} query heads; "
                 f"valid are {', '.join(map(str, divisors(self.config.num_heads)))}",
-                "mesh.tensor",
+                "mesh.tensor" if view == "train" else "rollout.tensor",
             )
         _, state = _abstract(self.config, view == "train")
         flat = {}

@@ -71,6 +71,11 @@ class RolloutConfig:
         "samples of a prompt share the kv cache of its full pages, and prompts that start alike that of "
         "their start, which is computed once; false: every sequence has its own. The samples are the same",
     )
+    tensor: int | None = setting(
+        None,
+        "devices that split each matrix product of the sampler; the others hold replicas, each with its own "
+        "sequences. Divides the devices and the model's query heads. null: mesh.tensor",
+    )
     decode_batches: int = setting(
         3,
         "compiled sizes of the decode batch: all slots, half of them, a quarter, ...; the last sequences "
@@ -98,6 +103,8 @@ class RolloutConfig:
         for key in ("group_size", "steps_per_dispatch", "prefill_chunk_tokens", "decode_batches"):
             if getattr(self, key) < 1:
                 yield key, f"{getattr(self, key)}: needs at least 1"
+        if self.tensor is not None and self.tensor < 1:
+            yield "tensor", f"{self.tensor}: needs a positive number of devices, or null"
         if self.kv_page_tokens is not None and self.kv_page_tokens < 1:
             yield "kv_page_tokens", f"{self.kv_page_tokens}: needs at least 1 token"
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:

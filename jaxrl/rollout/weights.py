@@ -19,8 +19,8 @@ _INPUT_AXES = {"q": (0,), "k": (0,), "v": (0,), "out": (0, 1), "gate": (-2,), "u
 
 
 def make_refresh(model: Model, mesh: Mesh, dtype: str) -> Callable[..., Any]:
-    """``refresh(params, old=None) -> rollout params``: one subtree per layer, weights over ``tensor`` only,
-    floats in ``dtype``.
+    """``refresh(params, old=None) -> rollout params``: one subtree per layer, weights over ``tensor`` of
+    ``mesh`` (the rollout view) only, floats in ``dtype``.
 
     ``int8``: the layers' matrices as ``qwix.QArray``, int8 with one float32 scale an output channel (the
     largest weight is 127); embedding, head, norms, biases and routers in the compute dtype.
