@@ -103,7 +103,9 @@ def test_wheel_contains_the_package_and_the_configs_and_nothing_else(wheel):
     package = {str(path) for path in files if path.parts[0] == "jaxrl"}
     configs = {f"jaxrl/{path}" for path in files if path.parts[0] == "configs"}
     assert {"jaxrl/__init__.py", "jaxrl/configs/quickstart.yaml"} <= package | configs <= members
-    assert {path.rsplit("/", 1)[-1].rsplit(".", 1)[-1] for path in members} <= {"py", "yaml", "gin", "typed"}
+    kinds = {path.rsplit("/", 1)[-1].rsplit(".", 1)[-1] for path in members}
+    assert kinds <= {"py", "json", "yaml", "gin", "typed"}
+    assert "jaxrl/models/shapes/qwen3_8b.json" in members
     assert not [name for name in members if not name.startswith("jaxrl/") or "test" in name]
 
 
