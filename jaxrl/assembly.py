@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl.batch import TrainState
-from jaxrl.checkpoint import Checkpoints, shapes_with
+from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.packing import BatchShape
@@ -26,9 +26,9 @@ from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
-from jaxrl.rollout.weights import make_refresh
+from jaxrl.rollout.weights import Refresh, make_refresh
 from jaxrl.settings import RunConfig
-from jaxrl.sharding import batch_shards, make_mesh, named, platform, rollout_mesh
+from jaxrl.sharding import batch_shards, make_mesh, named, platform, rollout_mesh, shapes_with
 from jaxrl.step import (
     StepSpec,
     learning_rate_schedule,
@@ -52,7 +52,7 @@ class Programs:
     """NamedShardings of the train state."""
     score_step: Callable
     train_step: Callable
-    refresh: Callable | None
+    refresh: Refresh | None
     """None when the run samples nothing."""
     engine: Engine | None
 
@@ -154,7 +154,7 @@ class Assembly:
         stack.callback(parts.close)
         return parts
 
-    def refresh(self):
+    def refresh(self) -> Refresh:
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
         return make_refresh(self.model, self.rollout_mesh, dtype)
@@ -201,13 +201,13 @@ class Assembly:
         return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
 
 
-def assemble(config: RunConfig) -> Assembly:
-    """Mesh, tokenizer and model of ``config``; no parameters yet.
+def assemble(config: RunConfig, mesh: Mesh | None = None) -> Assembly:
+    """Mesh (default: of all devices of the run), tokenizer and model of ``config``; no parameters yet.
 
     Raises:
         ConfigError: the mesh does not match the devices, or the model cannot be read.
     """
-    mesh = make_mesh(config.mesh)
+    mesh = mesh or make_mesh(config.mesh)
     source = config.model
     folder = hf.resolve(source.path) if source.path else None
     tokenizer = load_tokenizer(source.tokenizer or str(folder))

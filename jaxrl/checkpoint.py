@@ -480,8 +480,3 @@ def _epath(folder: Folder) -> Any:
 
 def _optimizer_item(state: TrainState) -> dict[str, Any]:
     return {k: getattr(state, k) for k in ("opt_state", "updates", "skipped_in_a_row")}
-
-
-def shapes_with(shardings: Any, shapes: Any) -> Any:
-    """ShapeDtypeStructs with shardings on them, from two trees of one structure."""
-    return jax.tree.map(lambda s, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shardings, shapes)

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-
 from jaxrl import distributed
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.batch import TrainState
-from jaxrl.checkpoint import Checkpoints, shapes_with
+from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, to_dict, to_yaml
 from jaxrl.metrics import METRICS_FILE, environment
+from jaxrl.programs import state_shapes
 from jaxrl.settings import RunConfig
 from jaxrl.step import init_train_state
 from jaxrl.storage import Folder
@@ -96,12 +95,8 @@ def restore_or_start(
         return state, {}
     meta = checkpoints.meta(step)
     tell_changes(meta["config"], to_dict(parts.config))
-    shapes = jax.eval_shape(
-        lambda params: init_train_state(params, programs.optimizer, optim, programs.shardings),
-        parts.param_shapes(),
-    )
     logger.info("continuing from step %d of %s", step, checkpoints.directory)
-    return checkpoints.restore(step, shapes_with(programs.shardings, shapes)), meta
+    return checkpoints.restore(step, state_shapes(parts, programs)), meta
 
 
 def tell_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

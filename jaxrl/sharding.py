@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -129,6 +129,11 @@ def named(mesh: Mesh, specs):
     return jax.tree.map(
         lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
     )
+
+
+def shapes_with(shardings: Any, shapes: Any) -> Any:
+    """ShapeDtypeStructs with shardings on them, from two trees of one structure."""
+    return jax.tree.map(lambda s, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shardings, shapes)
 
 
 def batch_spec(num_dims: int, batch_dim: int = 0) -> PartitionSpec:

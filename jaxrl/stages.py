@@ -199,16 +199,11 @@ def score(
     parts: Assembly, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
 ) -> tuple[list[TrainSequence], int]:
     """Old and reference log-probs where the algorithm needs them, and the number of tokens that were scored
-    for it.
-
-    Old ones are needed when a step makes several updates, or for a KL penalty in the reward; for a single
-    update the policy itself is the old one and the ratio exactly 1.
-    """
+    for it."""
     algo = parts.config.algo
-    needs_old = algo.updates_per_rollout > 1 or (algo.uses_reference and algo.kl_in == "reward")
-    if not sequences or not (needs_old or algo.uses_reference):
+    if not sequences or not (algo.needs_old_log_probs or algo.uses_reference):
         return sequences, 0
-    sources = {"old_log_probs": params if needs_old else None, "ref_log_probs": ref_params}
+    sources = {"old_log_probs": params if algo.needs_old_log_probs else None, "ref_log_probs": ref_params}
     sources = {name: weights for name, weights in sources.items() if weights is not None}
     scored: list[TrainSequence] = []
     samples = _by_sample(sequences)

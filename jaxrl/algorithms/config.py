@@ -162,6 +162,12 @@ class AlgoConfig:
         return self.kl_coef != 0 and not self.supervised
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the policy is scored before its update. For a single update it is the old policy itself,
+        and the ratio exactly 1; a KL penalty in the reward needs it all the same."""
+        return self.updates_per_rollout > 1 or (self.uses_reference and self.kl_in == "reward")
+
+    @property
     def minimum_group_size(self) -> int:
         """Completions a prompt needs for the advantage to carry a signal."""
         compares = self.advantage in ("group_mean", "leave_one_out") or self.dynamic_sampling

@@ -33,22 +33,25 @@ class RewardHead:
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return last.astype(jnp.float32) @ params["score"][0].astype(jnp.float32)
 
+    def shapes(self, param_dtype: str = "float32") -> Params:
+        """The parameters as a tree of ShapeDtypeStruct; ``specs`` says how they lie."""
+        score = jax.ShapeDtypeStruct((1, self.model.config.hidden_size), np.dtype("float32"))
+        return {**self.model.shapes(param_dtype), "score": score}
 
-def load_reward_head(
-    path: str | Path,
-    mesh: Mesh | None = None,
-    *,
-    param_dtype: str = "float32",
-    compute_dtype: str = "float32",
-    key: str = "rewards",
-) -> tuple[RewardHead, Params]:
-    """The reward model of a folder (or hub name), sharded over ``mesh``.
+    def specs(self, mesh: Mesh | None = None) -> Params:
+        """PartitionSpec of each parameter."""
+        return {**self.model.specs(mesh), "score": PartitionSpec()}
+
+
+def reward_head(
+    folder: Path, mesh: Mesh | None = None, *, compute_dtype: str = "float32", key: str = "rewards"
+) -> RewardHead:
+    """The reward model that a folder's config.json describes.
 
     Raises:
-        ConfigError: no sequence classification folder, more than one label, or files that do not match;
-            ``key`` is the setting that names the folder.
+        ConfigError: it is not of a sequence classification model, or has more than one label; ``key`` is the
+            setting that names the folder.
     """
-    folder = hf.resolve(str(path), key)
     given = hf.load_json(folder / "config.json")
     architecture = (given.get("architectures") or ["?"])[0]
     if not architecture.endswith("ForSequenceClassification"):
@@ -58,11 +61,24 @@ def load_reward_head(
         raise ConfigError(f"{folder}: has {labels} labels; a reward model has num_labels 1", key)
     # There is no output head, which is what a tied one looks like in the files.
     config = dataclasses.replace(ModelConfig.from_hf(given, str(folder / "config.json")), tie_embeddings=True)
-    model = Model(config, compute_dtype=compute_dtype, mesh=mesh)
+    return RewardHead(Model(config, compute_dtype=compute_dtype, mesh=mesh))
+
+
+def load_reward_head(
+    path: str | Path,
+    mesh: Mesh | None = None,
+    *,
+    param_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    key: str = "rewards",
+) -> tuple[RewardHead, Params]:
+    """The reward model of a folder (or hub name), sharded over ``mesh``. ConfigError as ``reward_head``, or
+    when the files do not match."""
+    folder = hf.resolve(str(path), key)
+    head = reward_head(folder, mesh, compute_dtype=compute_dtype, key=key)
+    config = head.model.config
     score = Tensor(name="score.weight", shape=(1, config.hidden_size), path=("score",))
     wanted = [*tensors(config), score]
     files = TensorFiles(folder)
     names = hf.match_names(files, wanted, config)
-    shapes = {**model.shapes(param_dtype), "score": jax.ShapeDtypeStruct(score.shape, np.dtype("float32"))}
-    specs = {**model.specs(mesh), "score": PartitionSpec()}
-    return RewardHead(model), hf.read_params(files, names, wanted, shapes, specs, mesh)
+    return head, hf.read_params(files, names, wanted, head.shapes(param_dtype), head.specs(mesh), mesh)

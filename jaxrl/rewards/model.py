@@ -27,13 +27,35 @@ from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.distributed import to_host
 from jaxrl.models import hf
-from jaxrl.models.reward_head import load_reward_head
+from jaxrl.models.reward_head import RewardHead, load_reward_head
 from jaxrl.rewards.config import RewardModelArgs
 from jaxrl.sharding import BATCH_AXES, batch_shards, put
 
 logger = logging.getLogger("jaxrl")
 
 _SMALLEST = 64
+
+
+def read_args(args: Mapping[str, Any], key: str) -> RewardModelArgs:
+    """The ``args`` of a term."""
+    return from_dict(RewardModelArgs, args, key)
+
+
+def scoring_program(head: RewardHead) -> Any:
+    """The jitted function of (params, tokens [rows, width], lengths [rows])."""
+    return jax.jit(head.score)
+
+
+def batch_rows(args: RewardModelArgs, mesh: Mesh) -> int:
+    """Conversations that are scored at once."""
+    shards = batch_shards(mesh)
+    return -(-args.batch_rows // shards) * shards
+
+
+def row_tokens(longest: int) -> int:
+    """Tokens of a row with room for ``longest``: a power of two, so that there are few programs and at most
+    half of a row is padding."""
+    return max(_SMALLEST, 1 << (longest - 1).bit_length())
 
 
 class RewardModel:
@@ -46,7 +68,7 @@ class RewardModel:
     """
 
     def __init__(self, args: Mapping[str, Any], data: DataConfig, mesh: Mesh, key: str):
-        self.args = from_dict(RewardModelArgs, args, f"{key}.args")
+        self.args = read_args(args, f"{key}.args")
         self.mesh = mesh
         folder = hf.resolve(self.args.path, f"{key}.args.path")
         self.tokenizer = load_tokenizer(str(folder), f"{key}.args.path")
@@ -55,9 +77,13 @@ class RewardModel:
         own = dataclasses.replace(data, chat_template=template, chat_template_args={})
         self.renderer = Renderer(own, self.tokenizer)
         head, self.params = load_reward_head(
-            folder, mesh, compute_dtype=self.args.compute_dtype, key=f"{key}.args.path"
+            folder,
+            mesh,
+            param_dtype=self.args.compute_dtype,
+            compute_dtype=self.args.compute_dtype,
+            key=f"{key}.args.path",
         )
-        self._score = jax.jit(head.score)
+        self._score = scoring_program(head)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
         """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens``."""
@@ -70,14 +96,12 @@ class RewardModel:
         if len(short) < len(rows):
             logger.warning("reward_model: %d conversations exceed max_tokens", len(rows) - len(short))
         order = sorted(short, key=lambda i: len(rows[i]))
-        shards = batch_shards(self.mesh)
-        size = -(-self.args.batch_rows // shards) * shards
+        size = batch_rows(self.args, self.mesh)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             lengths = np.ones(size, np.int32)
             lengths[: len(chosen)] = [len(rows[i]) for i in chosen]
-            # Lengths in powers of two: few programs, at most half of a row is padding.
-            width = max(_SMALLEST, 1 << (int(lengths.max()) - 1).bit_length())
+            width = row_tokens(int(lengths.max()))
             tokens = np.zeros((size, width), np.int32)
             for row, i in enumerate(chosen):
                 tokens[row, : len(rows[i])] = rows[i]

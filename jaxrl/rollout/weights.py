@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,27 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.config import ConfigError
 from jaxrl.models import Model
-from jaxrl.sharding import named
+from jaxrl.sharding import named, shapes_with
 
 _INPUT_AXES = {"q": (0,), "k": (0,), "v": (0,), "out": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
 """Axes that a layer's matrix is summed over, by name (experts have one more axis in front)."""
 
 
-def make_refresh(model: Model, mesh: Mesh, dtype: str) -> Callable[..., Any]:
+@dataclasses.dataclass(frozen=True)
+class Refresh:
+    """See ``make_refresh``."""
+
+    program: Any
+    """The jitted function of (params, old); old is donated."""
+    empty: Callable[[], Any]
+    shapes: Any
+    """The rollout params as ShapeDtypeStructs with shardings."""
+
+    def __call__(self, params, old=None):
+        return self.program(params, self.empty() if old is None else old)
+
+
+def make_refresh(model: Model, mesh: Mesh, dtype: str) -> Refresh:
     """``refresh(params, old=None) -> rollout params``: one subtree per layer, weights over ``tensor`` of
     ``mesh`` (the rollout view) only, floats in ``dtype``.
 
@@ -67,7 +82,7 @@ def make_refresh(model: Model, mesh: Mesh, dtype: str) -> Callable[..., Any]:
         keep_unused=True,
         out_shardings=shardings,
     )
-    return lambda params, old=None: program(params, empty() if old is None else old)
+    return Refresh(program, empty, shapes_with(shardings, shapes))
 
 
 def _padded(spec: PartitionSpec, x: jax.ShapeDtypeStruct) -> list[Any]:
