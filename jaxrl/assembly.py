@@ -201,15 +201,19 @@ class Assembly:
         return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
 
 
-def assemble(config: RunConfig, mesh: Mesh | None = None) -> Assembly:
-    """Mesh (default: of all devices of the run), tokenizer and model of ``config``; no parameters yet.
+def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Assembly:
+    """Mesh, tokenizer and model of ``config``; no parameters yet.
+
+    Args:
+        mesh: instead of one over this program's devices; an abstract one will do for what needs no device.
+        weights: whether a model of the hub is downloaded with its weights.
 
     Raises:
         ConfigError: the mesh does not match the devices, or the model cannot be read.
     """
-    mesh = mesh or make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
     source = config.model
-    folder = hf.resolve(source.path) if source.path else None
+    folder = hf.resolve(source.path, weights=weights) if source.path else None
     tokenizer = load_tokenizer(source.tokenizer or str(folder))
     if folder is not None:
         model_config = hf.load_config(folder)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import ConfigError, setting
 
@@ -105,6 +105,8 @@ def rollout_mesh(mesh: Mesh, tensor: int | None = None) -> Mesh:
             f"{', '.join(map(str, divisors(mesh.size)))}",
             "rollout.tensor",
         )
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh((mesh.size // tensor, 1, tensor), AXES, abstract_device=mesh.abstract_device)
     return Mesh(mesh.devices.reshape(-1, 1, tensor), AXES)
 
 
@@ -157,7 +159,10 @@ def put(tree, mesh: Mesh, spec: PartitionSpec | None = None):
     return jax.tree.map(one, tree)
 
 
-def platform(mesh: Mesh | None) -> str:
+def platform(mesh: Mesh | AbstractMesh | None) -> str:
     """ "cpu", "gpu" or "tpu": what the program is compiled for, which need not be a device of this machine.
     Without a mesh, JAX's default."""
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return jax.default_backend() if device is None else device.platform
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

@@ -6,6 +6,7 @@ extra ``gcs``; credentials are Google's application default ones, or none with `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -63,7 +64,11 @@ class Folder:
             return {p.removeprefix(root): f["size"] for p, f in self._fs.find(self.path, detail=True).items()}
         walked = os.walk(self.path, followlinks=True)
         paths = [os.path.join(folder, file) for folder, _, files in walked for file in files]
-        return {os.path.relpath(path, self.path): os.path.getsize(path) for path in paths}
+        found = {}
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # of a checkpoint that is being written
+                found[os.path.relpath(path, self.path)] = os.path.getsize(path)
+        return found
 
     def read(self, name: str) -> bytes | None:
         """A file in it; None when there is none."""

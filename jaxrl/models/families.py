@@ -104,7 +104,7 @@ _ACTIVATIONS: dict[Any, Literal["silu", "gelu_tanh"]] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_SCRATCH_KEYS = frozenset(
+SCRATCH_KEYS = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim rms_norm_eps hidden_act hidden_activation tie_word_embeddings "
     "rope_theta rope_scaling rope_parameters rope_local_base_freq sliding_window use_sliding_window "
@@ -112,6 +112,7 @@ _SCRATCH_KEYS = frozenset(
     "attn_logit_softcapping final_logit_softcapping num_experts num_local_experts num_experts_per_tok "
     "moe_intermediate_size norm_topk_prob".split()
 )
+"""Keys of a config.json that a model from scratch takes."""
 
 
 class _Reader:
@@ -231,9 +232,9 @@ def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
 
 def read_scratch(given: Mapping[str, Any], vocab_size: int) -> ModelConfig:
     """See ``ModelConfig.from_scratch``."""
-    unknown = [key for key in given if key not in _SCRATCH_KEYS]
+    unknown = [key for key in given if key not in SCRATCH_KEYS]
     if unknown:
-        hints = [(key, nearest(key, _SCRATCH_KEYS)) for key in unknown]
+        hints = [(key, nearest(key, SCRATCH_KEYS)) for key in unknown]
         raise ConfigError(
             [
                 (key, "unknown key of a model from scratch" + (f"; did you mean {h}?" if h else ""))

@@ -44,9 +44,9 @@ _OTHER_MODALITIES = (
 )
 
 
-def resolve(path: str, key: str = "model.path") -> Path:
+def resolve(path: str, key: str = "model.path", *, weights: bool = True) -> Path:
     """The local folder that ``path`` names: itself, or the snapshot of a hub repository (downloaded, or
-    cached).
+    cached), without its weights if they are not wanted.
 
     Raises:
         ConfigError: neither; ``key`` is the setting it came from.
@@ -61,7 +61,7 @@ def resolve(path: str, key: str = "model.path") -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+        patterns = ["*.json", "*.jinja", "*.model", "merges.txt", *(["*.safetensors"] if weights else [])]
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
