@@ -3,7 +3,7 @@
 Metric names are slash-separated and carry their unit (``reward/mean``, ``time/rollout_seconds``).
 ``metrics.jsonl`` is the record. Each line is one JSON object: a step, ``{"step": 3, "time": 1730000000.0,
 "reward/mean": 0.5}``, or an event, ``{"event": "resume", "step": 2, "time": ...}``; times are unix seconds.
-TensorBoard and W&B get the same numbers.
+TensorBoard, W&B and Prometheus get the same numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import jax
 import jax.monitoring
 
 from jaxrl.config import ConfigError, setting
+from jaxrl.prometheus import PrometheusEndpoint
 
 logger = logging.getLogger("jaxrl")
 
@@ -50,6 +51,11 @@ class MetricsConfig:
 
     tensorboard: bool = setting(True, "also write TensorBoard event files to <run>/tensorboard")
     wandb: str | None = setting(None, "also log to this Weights & Biases project (needs the extra `wandb`)")
+    prometheus_port: int | None = setting(
+        None,
+        "serve the latest metrics at http://<host>:<port>/metrics for Prometheus (the first process alone); "
+        "0: any free port, which the log names; null: off",
+    )
     samples_per_step: int = setting(16, "completions of each step kept in <run>/samples; 0: none")
     sample_characters: int = setting(
         8000, "characters kept of a sample's text; longer ones lose their middle"
@@ -60,6 +66,8 @@ class MetricsConfig:
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:
+        if self.prometheus_port is not None and not 0 <= self.prometheus_port < 2**16:
+            yield "prometheus_port", f"{self.prometheus_port}: needs a port from 0 to 65535, or null"
         if self.samples_per_step < 0:
             yield "samples_per_step", f"{self.samples_per_step}: needs 0 (no samples) or a number of rows"
         if self.sample_characters < 100:
@@ -192,7 +200,8 @@ class MetricsWriter:
         run_config: the resolved config, shown by W&B.
 
     Raises:
-        ConfigError: ``metrics.wandb`` is set and the package is missing.
+        ConfigError: ``metrics.wandb`` is set and the package is missing, or ``metrics.prometheus_port`` is
+            taken.
     """
 
     def __init__(
@@ -211,11 +220,14 @@ class MetricsWriter:
         self._file: Any = None
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._prometheus: PrometheusEndpoint | None = None
         if not enabled:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if config.wandb:
             _import_wandb(config.wandb)  # before any file is touched
+        if config.prometheus_port is not None:
+            self._prometheus = PrometheusEndpoint(config.prometheus_port, self.run_dir.resolve().name)
         if resume_step is None:
             _set_aside(self.run_dir)
         else:
@@ -258,6 +270,8 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log({"step": step, **finite})
+        if self._prometheus:
+            self._prometheus.log(step, values)
 
     def event(self, kind: str, **fields: Any) -> None:
         """One line about something that happened, e.g. ``event("checkpoint", step=40, path="...")``."""
@@ -305,7 +319,10 @@ class MetricsWriter:
             self._tensorboard.close()
         if self._wandb:
             self._wandb.finish()
+        if self._prometheus:
+            self._prometheus.close()
         self.enabled, self._file, self._tensorboard, self._wandb = False, None, None, None
+        self._prometheus = None
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -3,16 +3,20 @@
 import itertools
 import json
 import logging
+import re
 import struct
 import subprocess
 import sys
 import time
 import types
+import urllib.error
+import urllib.request
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrl.config import ConfigError
 from jaxrl.metrics import (
@@ -373,3 +377,46 @@ def test_importing_the_config_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def scrape(port):
+    """Metric -> (labels, value) as Prometheus' own parser reads the page."""
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return {s.name: (s.labels, s.value) for family in families for s in family.samples}
+
+
+def test_prometheus_gets_each_metric_as_a_gauge_of_the_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxrl")
+    config = MetricsConfig(tensorboard=False, prometheus_port=0)
+    with MetricsWriter(tmp_path / "my run", config) as writer:
+        writer.log(1, {"reward/mean": 0.25, "time/step_seconds": 2, "reward/my-term": 1.0, "step": 5})
+        writer.log(2, {"reward/mean": 0.5, "optim/grad_norm": float("nan"), "reward/my term": 2.0})
+        port = int(re.search(r"localhost:(\d+)/metrics", caplog.text)[1])
+        found = scrape(port)
+        with pytest.raises(ConfigError, match=rf"metrics.prometheus_port: {port}: cannot listen"):
+            MetricsWriter(tmp_path / "other", MetricsConfig(prometheus_port=port))
+    assert all(labels == {"run": "my run"} for labels, _ in found.values())
+    values = {name: value for name, (_, value) in found.items()}
+    assert values["jaxrl_reward_mean"] == 0.5
+    assert values["jaxrl_time_step_seconds"] == 2  # as the last step that had it
+    assert np.isnan(values["jaxrl_optim_grad_norm"])
+    assert (values["jaxrl_step"], values["jaxrl_steps_total"]) == (2, 2)
+    assert values["jaxrl_reward_my_term"] == 1  # first come, first served
+    assert "reward/my term is not served to Prometheus: the name jaxrl_reward_my_term is reward/my-term" in (
+        caplog.text
+    )
+    with pytest.raises(urllib.error.URLError):
+        scrape(port)
+
+
+def test_prometheus_is_served_by_the_first_process_alone(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxrl")
+    with MetricsWriter(tmp_path, MetricsConfig(prometheus_port=0), enabled=False) as writer:
+        writer.log(1, {"reward/mean": 0.25})
+    assert caplog.text == ""
+
+
+def test_prometheus_port_is_checked():
+    problems = dict(MetricsConfig(prometheus_port=70000).problems())
+    assert problems == {"prometheus_port": "70000: needs a port from 0 to 65535, or null"}
