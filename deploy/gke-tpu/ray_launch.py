@@ -54,9 +54,10 @@ class Host:
 
 def attempt(plan: dict[str, Any], asked: threading.Event) -> int:
     """All processes once. The code of the first that failed, or 0."""
-    hosts = [
-        Host.options(resources={"TPU": plan["chips_per_host"]}).remote() for _ in range(plan["processes"])
-    ]
+    actor = cast(Any, ray.remote(Host))
+    needs = {"TPU": plan["chips_per_host"]}
+    options = {"num_cpus": 0, "resources": needs, "max_concurrency": 2}  # stop() beside run()
+    hosts = [actor.options(**options).remote() for _ in range(plan["processes"])]
     running = {host.run.remote(plan["command"]): host for host in hosts}
     worst, stopping = 0, False
     while running:
