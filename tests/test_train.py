@@ -305,3 +305,14 @@ def test_sigterm_saves_and_the_command_continues(configure, tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert [m["step"] for m in metrics_of(config)] == list(range(1, done + 3))
+
+
+def test_moments_in_host_memory_change_nothing(configure):
+    """Nor does a restart from a checkpoint of them."""
+    train.run(configure("name=device"))
+    host = ["name=host", "optim.state_memory=pinned_host"]
+    train.run(configure(*host, "steps=2"))
+    train.run(configure(*host, "resume=must"))
+    a, b = (arrays_of(configure(f"name={name}"), 4) for name in ("host", "device"))
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-7, err_msg=str(path))
