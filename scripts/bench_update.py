@@ -9,7 +9,7 @@ output head at completion tokens only, three times the forward pass, and no atte
 
 ``--peers`` is a folder with ``peer_trl.py`` and ``peer_tunix.py``, which do the same work and append a JSON
 line with the seconds of their ``update`` and ``ref`` phases to the file named by PEER_OUT. They run between
-two runs of our own, in the Python of ``--peer-python``. Figures count only on a machine that does nothing
+runs of our own, in the Python of ``--peer-python``. Figures count only on a machine that does nothing
 else: ``other_cores`` says how many cores other processes used meanwhile.
 """
 
@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def peak_flops(seconds: float = 1.0) -> float:
     return best
 
 
-class Ours:
+class Programs:
     """The programs of a run, ready to be timed."""
 
     def __init__(self, parts: Assembly):
@@ -192,12 +193,12 @@ def report(results: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
-    ours = results["jaxrl"]
-    backward = ours["update_seconds"] - ours["score_seconds"] - ours["optimize_seconds"]
+    own = results["jaxrl"]
+    backward = own["update_seconds"] - own["score_seconds"] - own["optimize_seconds"]
     console.print(
-        f"jaxrl: forward {ours['score_seconds']:.2f} s, backward {backward:.2f} s, "
-        f"AdamW {ours['optimize_seconds']:.2f} s; {ours['update_cpu_seconds']:.1f} processor seconds; "
-        f"other processes used {ours['update_other_cores']:.1f} cores"
+        f"jaxrl: forward {own['score_seconds']:.2f} s, backward {backward:.2f} s, "
+        f"AdamW {own['optimize_seconds']:.2f} s; {own['update_cpu_seconds']:.1f} processor seconds; "
+        f"other processes used {own['update_other_cores']:.1f} cores"
     )
     console.print(
         f"at least {results['update_flops'] / 1e12:.2f} TFLOP; a large matrix product reaches "
@@ -205,6 +206,38 @@ def report(results: dict[str, Any]) -> None:
     )
     if "ratio" in results:
         console.print(f"the faster peer takes {results['ratio']:.2f} times as long")
+
+
+def ours(model: str, micro_batch_tokens: int, steps: int) -> dict[str, Any]:
+    """The figures of jaxrl, and what this machine and this work are."""
+    parts = assemble(config_of(model, micro_batch_tokens))
+    programs = Programs(parts)
+    peak = peak_flops()
+    found = programs.measure(steps)
+    return {
+        "steps": found,
+        "peak_flops": max(peak, peak_flops()),
+        "update_flops": 3 * forward_flops(parts.model.config),
+    }
+
+
+def beside_peers(args: argparse.Namespace) -> dict[str, Any]:
+    """``ours`` before, between and after the peers, each in a process of its own, so that none holds memory
+    while another runs."""
+    command = [sys.executable, __file__, "--model", args.model, "--steps", str(args.steps)]
+    command += ["--micro-batch-tokens", str(args.micro_batch_tokens)]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "ours.json"
+        runs = []
+        for name in (None, *PEERS):
+            if name:
+                results[name] = peer(name, args.peers, args.peer_python, args.model, args.steps)
+            subprocess.run([*command, "--json", out], check=True, stdout=subprocess.DEVNULL)
+            runs.append(json.loads(out.read_text()))
+    best = max(run["peak_flops"] for run in runs)
+    steps = [step for run in runs for step in run["steps"]]
+    return {**results, "steps": steps, "peak_flops": best, "update_flops": runs[0]["update_flops"]}
 
 
 def main() -> None:
@@ -218,19 +251,9 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.peers) != bool(args.peer_python):
         parser.error("--peers and --peer-python need each other")
-    parts = assemble(config_of(args.model, args.micro_batch_tokens))
-    ours = Ours(parts)
-    peak, steps = peak_flops(), ours.measure(args.steps)
-    results: dict[str, Any] = {}
-    for name in PEERS if args.peers else ():
-        results[name] = peer(name, args.peers, args.peer_python, args.model, args.steps)
-        steps += ours.measure(args.steps)
-    results |= {
-        "jaxrl": {name: statistics.median(s[name] for s in steps) for name in steps[0]},
-        "peak_flops": max(peak, peak_flops()),
-        "update_flops": 3 * forward_flops(parts.model.config),
-        "steps": steps,
-    }
+    results = beside_peers(args) if args.peers else ours(args.model, args.micro_batch_tokens, args.steps)
+    steps = results["steps"]
+    results["jaxrl"] = {name: statistics.median(s[name] for s in steps) for name in steps[0]}
     if args.peers:
         fastest = min(results[name]["update_seconds"] for name in PEERS)
         results["ratio"] = fastest / results["jaxrl"]["update_seconds"]
