@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxrl.models import Model, ModelConfig
+from jaxrl.programs import engine_programs
 from jaxrl.rollout.engine import Engine
 from jaxrl.sharding import MeshConfig, named
 from jaxrl.tpu import chip_of, program_cost, topology_mesh
@@ -94,3 +95,15 @@ def test_windowed_layers_compile_for_v6e_and_keep_only_their_window():
     )
     assert cache == expected
     assert program_cost(compiled, chip_of("v6e:2x2")).alias_bytes > cache
+
+
+@pytest.mark.slow
+def test_tokens_of_a_new_turn_are_written_in_place():
+    """What continues an episode: a pass over new tokens, against pages that are there, on v6e."""
+    engine, params, _ = decode_program("v6e:2x2", MeshConfig(data=2, tensor=2), slots=32, layers=2)
+    program = next(p for p in engine_programs(engine, params, multi_turn=True) if p.name == "append")
+    compiled = program.lower().compile()
+    cost = program_cost(compiled, chip_of("v6e:2x2"))
+    cache = 2 * 2 * local_bytes((32, 8, 2048, 128), NamedSharding(engine.mesh, engine.cache.spec))
+    rows = cache * engine.prefill_rows // engine.slots  # of the sequences that go on: read, extended, written
+    assert cost.alias_bytes > cache and cost.temp_bytes < 3 * rows
