@@ -61,6 +61,11 @@ class MetricsConfig:
         8000, "characters kept of a sample's text; longer ones lose their middle"
     )
     samples_keep_steps: int = setting(200, "steps whose samples stay on disk; older ones thin out evenly")
+    compilations: Literal["count", "error"] = setting(
+        "count",
+        "a program that is compiled after the first whole step is counted (compile/count), or ends the run "
+        "with an error that names it and its shapes; what saving a checkpoint compiles is only counted",
+    )
     progress: Literal["auto", "rich", "plain", "none"] = setting(
         "auto", "rich: a live line; plain: one line a step; auto: rich on a terminal, else plain"
     )
@@ -428,46 +433,6 @@ def memory_metrics() -> dict[str, int]:
         "memory/host_bytes": resident,
         "memory/live_bytes": sum(array.nbytes for array in jax.live_arrays()),
     }
-
-
-class CompilationCounter:
-    """Counts the programs that XLA compiles, or loads from the persistent cache, from now until ``close``.
-
-    After warm-up a run compiles nothing, so ``compile/count`` has to stay 0.
-    """
-
-    _EVENT = "/jax/core/compile/backend_compile_duration"
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-        self._reported = (0, 0.0)
-        self._open = True
-        self._callback = self._listen  # one bound method, so that unregistering finds the same object
-        jax.monitoring.register_event_duration_secs_listener(self._callback)
-
-    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        if self._open and event == self._EVENT:
-            self.count += 1
-            self.seconds += duration_secs
-
-    def metrics(self) -> dict[str, float]:
-        """compile/count and compile/seconds since the last call."""
-        count, seconds = self._reported
-        self._reported = (self.count, self.seconds)
-        return {"compile/count": self.count - count, "compile/seconds": self.seconds - seconds}
-
-    def close(self) -> None:
-        """Stops counting and takes the listener out of JAX."""
-        if self._open:
-            self._open = False
-            with contextlib.suppress(AssertionError, ValueError):  # someone cleared all listeners before us
-                jax.monitoring.unregister_event_duration_listener(self._callback)
-
-    def __enter__(self) -> CompilationCounter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class Profiler:

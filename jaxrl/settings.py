@@ -84,6 +84,11 @@ class RunConfig:
     init_from: str | None = setting(
         None, "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>"
     )
+    executables: str | None = setting(
+        None,
+        "folder of compiled programs (gs:// too): those that fit, of an earlier run or of plan --save, are "
+        "loaded, others compiled and written there; null: everything is compiled at its first use",
+    )
     model: ModelSource = factory(ModelSource, "which decoder")
     mesh: MeshConfig = factory(MeshConfig, "how the devices are split")
     data: DataConfig = factory(DataConfig, "training prompts")

@@ -25,17 +25,19 @@ from typing import Any
 
 import jax
 
-from jaxrl import distributed, stages
+from jaxrl import distributed, executables, stages
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.assembly import Assembly, Programs, assemble
 from jaxrl.batch import Prompts, TrainState
 from jaxrl.checkpoint import Checkpoints, SaveError
+from jaxrl.compilations import CompilationCounter, Recompiled
 from jaxrl.config import run_cli, to_dict
 from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
-from jaxrl.metrics import CompilationCounter, MetricsWriter, PhaseTimer, Profiler, memory_metrics
+from jaxrl.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on_signal
+from jaxrl.programs import loop_programs
 from jaxrl.progress import Progress
 from jaxrl.report import summary, write_report
 from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta
@@ -115,9 +117,10 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
             r.writer.sync()
             r.checkpoints.save(done, state, run_meta(config, position, latest, pending), latest)
             keep_metrics(config, r.checkpoints)
+        compilations.forget()  # slices and copies for the writer
 
     with (
-        CompilationCounter() as compilations,
+        CompilationCounter(strict=config.metrics.compilations == "error") as compilations,
         contextlib.closing(Profiler(config.run_dir, config.profile)) as profiler,
     ):
         try:
@@ -129,7 +132,8 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 record(r, done, metrics, compilations)
                 if saved == done:
                     r.checkpoints.rank(done, latest)
-            for step in range(done + 1, r.total_steps + 1):
+            first = done + 1
+            for step in range(first, r.total_steps + 1):
                 if announced(step):
                     r.stop.set()
                 check(r.stop)
@@ -157,6 +161,9 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                     metrics = metrics | evaluation(r, rollout_params, step, updates)
                 latest, pending = latest | metrics, None
                 record(r, step, metrics, compilations)
+                if step == first:
+                    compilations.forget()
+                compilations.check(step)
                 if _due(config.checkpoint.every, step) or step == r.total_steps:
                     save()
                     saved = step
@@ -279,6 +286,8 @@ def open_run(
     data = stack.enter_context(contextlib.closing(open_data(parts)))
     total = total_steps(config, len(data.examples))
     programs = parts.programs(total * config.algo.updates_per_rollout)
+    if config.executables:
+        executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
     held_out = (
         load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
     )
@@ -365,7 +374,7 @@ def main(argv: Arguments[str]) -> int:
             return run(config, stop)
         except Diverged as error:
             print(f"diverged: {error}", file=sys.stderr)
-        except SaveError as error:
+        except (SaveError, Recompiled) as error:
             print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxrl.compilations import CompilationCounter
 from jaxrl.config import ConfigError
 from jaxrl.metrics import (
-    CompilationCounter,
     MetricsConfig,
     MetricsWriter,
     PhaseTimer,

@@ -11,8 +11,8 @@ import pytest
 
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
+from jaxrl.compilations import CompilationCounter
 from jaxrl.config import ConfigError
-from jaxrl.metrics import CompilationCounter
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine

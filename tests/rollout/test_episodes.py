@@ -11,12 +11,12 @@ import pytest
 
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
+from jaxrl.compilations import CompilationCounter
 from jaxrl.config import UserCodeError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments import EnvironmentConfig
-from jaxrl.metrics import CompilationCounter
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
