@@ -173,6 +173,15 @@ class RunConfig:
                     f"rewards.terms.{number}.name",
                     "'environment', but no environment is given (environment.name)",
                 )
+        pool, other = self.rewards.pool, self.environment.pool
+        if pool.is_ray and other.is_ray:
+            for key in ("address", "runtime_env"):
+                if getattr(pool, key) != getattr(other, key):
+                    yield (
+                        f"environment.pool.{key}",
+                        f"{getattr(other, key)!r}, but rewards.pool has {getattr(pool, key)!r}: a program "
+                        "has one connection to Ray, so both need the same",
+                    )
         yield from self._sampling_problems()
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:
@@ -244,7 +253,7 @@ class RunConfig:
             ),
             (
                 self.environment.workers == 0,
-                ["environment.timeout_seconds"],
+                ["environment.timeout_seconds", "environment.pool"],
                 "environment.workers is 0: steps run in this process",
             ),
             (not held_out, [key for key in eval_keys if key not in switches], no_eval),
@@ -282,8 +291,16 @@ class RunConfig:
             (self.profile.start_step is None, ["profile.num_steps"], "profile.start_step is null"),
             (
                 self.rewards.workers == 0,
-                ["rewards.timeout_seconds"],
+                ["rewards.timeout_seconds", "rewards.pool"],
                 "rewards.workers is 0: functions run in this process",
+            ),
+            *(
+                (
+                    not pool.is_ray,
+                    [f"{section}.pool.{f.name}" for f in dataclasses.fields(pool) if f.name != "kind"],
+                    f"{section}.pool.kind is processes: workers run on this machine",
+                )
+                for section, pool in (("rewards", self.rewards.pool), ("environment", self.environment.pool))
             ),
         ]
 

@@ -22,6 +22,7 @@ from jaxrl.models import ModelConfig, hf
 from jaxrl.models.checkpoint_files import write_tensors
 from jaxrl.models.families import SCRATCH_KEYS
 from jaxrl.models.tensors import Tensor, tensors
+from jaxrl.pools import PoolConfig
 from jaxrl.rollout.config import RolloutConfig
 from jaxrl.settings import EvalConfig, RunConfig
 from jaxrl.sharding import AXES, MeshConfig
@@ -145,7 +146,9 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         eval=_small_eval(config, rows, new_tokens),
         rollout=_small_rollout(config, model, mesh, group, new_tokens),
         environment=_small_environment(config),
-        rewards=replace(config.rewards, terms=terms, workers=min(config.rewards.workers, 2)),
+        rewards=replace(
+            config.rewards, terms=terms, workers=min(config.rewards.workers, 2), pool=PoolConfig()
+        ),
         algo=replace(
             algo,
             dynamic_sampling=False,
@@ -212,6 +215,7 @@ def _small_environment(config: RunConfig) -> EnvironmentConfig:
         turn_tokens=min(environment.turn_tokens or 8, 8),
         observation_tokens=min(environment.observation_tokens, 8),
         workers=min(environment.workers, 2),
+        pool=PoolConfig(),
     )
 
 

@@ -44,6 +44,7 @@ from jaxrl.metrics import METRICS_FILE
 from jaxrl.models import hf
 from jaxrl.models.checkpoint_files import TensorFiles
 from jaxrl.models.tensors import tensors
+from jaxrl.pools import PoolConfig
 from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.settings import RunConfig, parse
@@ -288,7 +289,7 @@ def _try_rewards(parts: Assembly, prompts: list[Any], stages: Stages) -> None:
         stages.leave_out("rewards", "no term is a function")
         return
     with stages.stage("rewards") as found:
-        rewards = dataclasses.replace(config.rewards, terms=functions, task_term="")
+        rewards = dataclasses.replace(config.rewards, terms=functions, task_term="", pool=PoolConfig())
         references = [_reference(parts, prompt.example) for prompt in prompts]
         pairs = [
             (prompt, text)
@@ -356,7 +357,8 @@ def _try_environment(parts: Assembly, prompts: list[Any], stages: Stages) -> Non
     config = parts.config
     with stages.stage("environment") as found:
         renderer = Renderer(config.data, parts.tokenizer)
-        with contextlib.closing(EnvironmentPool(config.environment)) as pool:
+        environment = dataclasses.replace(config.environment, pool=PoolConfig())
+        with contextlib.closing(EnvironmentPool(environment)) as pool:
             for number, prompt in enumerate(prompts):
                 turn = {"role": "assistant", "content": _reference(parts, prompt.example) or ""}
                 messages = [*renderer.opening(prompt.example, prompt.text), turn]
@@ -427,6 +429,8 @@ def limits(config: RunConfig) -> list[str]:
         unseen.append(f"access to checkpoint.output_dir ({config.checkpoint.output_dir})")
     if config.metrics.wandb:
         unseen.append("Weights & Biases (metrics.wandb)")
+    if config.rewards.pool.is_ray or config.environment.pool.is_ray:
+        unseen.append("the Ray cluster, and your files on its machines (the workers ran here)")
     if config.algo.dynamic_sampling:
         unseen.append("dynamic sampling: samples of random weights have no spread")
     return unseen

@@ -94,6 +94,11 @@ class Workers:
         return [w.process.pid for w in self._workers]
 
     @property
+    def started(self) -> bool:
+        """Whether all have done their imports."""
+        return all(w.ready for w in self._workers)
+
+    @property
     def busy(self) -> bool:
         """Whether a submitted request has answers to come."""
         return bool(self._queue) or any(w.job for w in self._workers)
@@ -104,6 +109,10 @@ class Workers:
             raise RuntimeError(f"the {self._who} workers are closed")
         job = _Job(request, pickle.dumps(request), answers)
         (self._queue.appendleft if first else self._queue.append)(job)
+
+    def submit_pickled(self, pickled: bytes, *, answers: int = 1) -> None:
+        """As ``submit``, for one who has no use for the request itself: replies have None in its place."""
+        self._queue.append(_Job(None, pickled, answers))
 
     def poll(self, *, block: bool = True) -> list[Reply]:
         """Answers that have arrived. With ``block`` it waits until something has happened, which need not be

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl.config import ConfigError, factory, setting
+from jaxrl.pools import PoolConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class EnvironmentConfig:
         "time limit of one step (reset included); a worker that exceeds it is killed and replaced. What a "
         "failed episode costs is said by rewards.on_error",
     )
+    pool: PoolConfig = factory(PoolConfig, "where the workers run")
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.environments import calls
 from jaxrl.environments.config import EnvironmentConfig
-from jaxrl.workers import Workers
+from jaxrl.pools import open_workers
 
 log = logging.getLogger("jaxrl")
 
@@ -32,13 +32,15 @@ class EnvironmentPool:
         self._here = calls.load(config.name, config.args)
         self._done: deque[tuple[int, calls.Outcome]] = deque()
         self._workers = (
-            Workers(
+            open_workers(
+                config.pool,
                 "jaxrl.environments.calls:make",
                 (config.name, dict(config.args)),
                 count=config.workers,
                 timeout_seconds=config.timeout_seconds,
                 read=calls.outcome,
                 who="environment",
+                key="environment.pool",
             )
             if config.workers
             else None

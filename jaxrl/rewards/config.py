@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, from_dict, nearest, required, setting
+from jaxrl.pools import PoolConfig
 from jaxrl.rewards import calls
 
 REWARD_MODEL = "reward_model"
@@ -113,6 +114,7 @@ class RewardsConfig:
         "time limit of one call (a sample, or the batch where per_sample is false); a worker that exceeds it "
         "is killed and replaced",
     )
+    pool: PoolConfig = factory(PoolConfig, "where the workers run")
     on_error: Literal["abstain", "zero", "stop"] = setting(
         "abstain",
         "what a term counts where it failed on a sample (exception, time limit, crash, NaN, wrong type or "

@@ -1,7 +1,8 @@
 """The reward pool: scores a batch with every term, in processes that may hang, crash or talk nonsense.
 
 ``RewardPool`` splits the batch into requests and joins what comes back; an executor carries the requests out.
-There are two: ``Here`` (in this process) and ``Processes``. Another one needs ``run`` and ``close``.
+There are two: ``Here`` (in this process) and ``Processes`` (on this machine or a Ray cluster). Another one
+needs ``run`` and ``close``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class RewardPool:
             for term, reward in zip(self._functions, rewards, strict=True)
         ]
         in_processes = config.workers > 0 and bool(self._functions)
-        self._executor: Executor = Processes(setup, config.workers) if in_processes else Here(setup)
+        self._executor: Executor = (
+            Processes(setup, config.workers, config.pool) if in_processes else Here(setup)
+        )
         self._reported: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 

@@ -7,24 +7,26 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from jaxrl.config import ConfigError
+from jaxrl.pools import PoolConfig, open_workers
 from jaxrl.rewards import calls, worker
-from jaxrl.workers import Workers
 
 Result = tuple[int, list[int], calls.Outcome]
 """(term, places in the batch, what the call gave)"""
 
 
 class Processes:
-    """An executor of ``workers`` processes. One ``run`` at a time."""
+    """An executor of ``workers`` processes, here or on a Ray cluster. One ``run`` at a time."""
 
-    def __init__(self, setup: worker.Setup, workers: int):
-        self._workers = Workers(
+    def __init__(self, setup: worker.Setup, workers: int, pool: PoolConfig):
+        self._workers = open_workers(
+            pool,
             "jaxrl.rewards.worker:make",
             setup,
             count=workers,
             timeout_seconds=setup.timeout_seconds,
             read=_outcome,
             who="reward",
+            key="rewards.pool",
         )
 
     @property

@@ -100,3 +100,13 @@ counter = Counter()
 
 async def asynchronous(completions):
     return [0.0]
+
+
+def lose_the_supervisor(completions, file):
+    """Once, the parent of this process is killed in the middle of a call."""
+    if completions[0] == "lose" and not os.path.exists(file):
+        with open(file, "w") as f:
+            f.write(str(os.getpid()))
+        os.kill(os.getppid(), 9)
+        time.sleep(10_000)
+    return [float(len(c)) for c in completions]
