@@ -284,6 +284,17 @@ def test_errors_of_user_code_are_the_users(configure):
         train.run(config)
 
 
+def test_ignore_eos_samples_to_the_limit(configure):
+    def lengths(*overrides):
+        config = configure("steps=1", *overrides)
+        train.run(config)
+        rows = (config.run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
+        return {(row["length"], row["stop_reason"]) for row in map(json.loads, rows)}
+
+    assert len(lengths()) > 1
+    assert lengths("name=on", "rollout.ignore_eos=true") == {(6, "length")}
+
+
 @pytest.mark.slow
 def test_sigterm_saves_and_the_command_continues(configure, tmp_path):
     """The real command: SIGTERM -> checkpoint, exit code 75; the same command again ends with 0."""
