@@ -23,5 +23,5 @@ apply() {
     echo "+ kubectl apply -f - # manifests/$1.yaml" >&2
     local text
     text=$("$PYTHON" "$here/manifests.py" "$1")
-    if [ -n "${DRY_RUN:-}" ]; then echo "$text"; else kubectl apply -f - <<<"$text"; fi
+    if [ -n "${DRY_RUN:-}" ]; then printf -- '---\n%s\n' "$text"; else kubectl apply -f - <<<"$text"; fi
 }

@@ -83,9 +83,9 @@ def main(path: str) -> int:
     with open(path, encoding="utf-8") as file:
         plan = json.load(file)
     asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
+    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which sets its own
+        signal.signal(number, lambda *_: asked.set())
     for restarts in range(plan["max_restarts"] + 1):
         started = time.monotonic()
         code = attempt(plan, asked)

@@ -114,6 +114,8 @@ def build(
     """
     grace = config.checkpoint.grace_seconds
     assert grace is not None
+    if via == "pathwaysjob" and cluster.slices.chips < 4:
+        raise ConfigError(f"{cluster.tpu}: a PathwaysJob needs hosts of 4 chips", key="TPU")
     values: dict[str, Any] = {**cluster.values(), "WORKLOAD": workload}
     values["TERMINATION_SECONDS"] = int(grace) + gke.MARGIN_SECONDS
     files = {"config.yaml": to_yaml(config)}
