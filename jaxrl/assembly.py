@@ -125,7 +125,7 @@ class Assembly:
         stop_ids = () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
         mesh = self.rollout_mesh
         return Engine(
-            dataclasses.replace(self.model, mesh=mesh if mesh.size > 1 else None),
+            dataclasses.replace(self.model, mesh=_layout_mesh(mesh)),
             mesh,
             slots=slots,
             prefill_rows=min(prompts, max(1, slots // group)),
@@ -219,6 +219,14 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
         model_config = hf.load_config(folder)
     else:
         model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
+    return join(config, mesh, tokenizer, model_config, folder)
+
+
+def join(
+    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, model_config: ModelConfig, folder: Path | None
+) -> Assembly:
+    """The assembly of these parts. ConfigError when they do not go together."""
+    source = config.model
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} "
@@ -230,7 +238,7 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
         compute_dtype=source.compute_dtype,
         remat=source.remat,
         attention=source.attention,
-        mesh=mesh if mesh.size > 1 else None,
+        mesh=_layout_mesh(mesh),
     )
     parts = Assembly(config, mesh, tokenizer, model, folder)
     # Before anything is loaded: a tensor axis that does not divide the heads, a row without room.
@@ -239,6 +247,12 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
         model.specs(parts.rollout_mesh, view="rollout")
     parts.batch_shape  # noqa: B018
     return parts
+
+
+def _layout_mesh(mesh: Mesh) -> Mesh | None:
+    """What a model lays its activations out on: a single device needs no layout, but the kernels of a TPU are
+    found by it."""
+    return mesh if mesh.size > 1 or platform(mesh) == "tpu" else None
 
 
 def split_checkpoint(path: str, key: str) -> tuple[str, int | None]:

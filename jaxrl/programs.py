@@ -141,7 +141,7 @@ def engine_programs(engine: Engine, params: Any, *, multi_turn: bool = False) ->
         yield program(f"write/{n}", engine._write_jit, prefix, state.cache, plan)
         yield program(f"start/{n}", engine._start_jit, prefix, state.slots, requests, key)
     if engine.prefill_rows > 1:
-        yield program("repeat", engine._repeat_jit, prefixes[1])
+        yield program(f"repeat/{engine.prefill_rows}", engine._repeat_jit, prefixes[1])
     if multi_turn:
         batch = _append_shapes(engine)
         yield program("append", engine._append_jit, params, state.cache, *batch, trips=_append_chunks(engine))

@@ -90,6 +90,19 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
         return Mesh(np.asarray(devices).reshape(shape), AXES)
     from jax.experimental import mesh_utils
 
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    if slices > 1:  # the slow network between slices carries the data axis alone
+        if sizes["data"] % slices:
+            raise ConfigError(
+                f"{sizes['data']} replicas over {slices} slices: whole replicas lie in a slice, so the axis "
+                f"needs a multiple of {slices}",
+                "mesh.data",
+            )
+        inner = (shape[0] // slices, *shape[1:])
+        outer = (slices, 1, 1)
+        return Mesh(
+            mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True), AXES
+        )
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
 
 

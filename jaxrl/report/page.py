@@ -75,26 +75,27 @@ def _count(number: float) -> str:
 
 
 def render(runs: Sequence[Run], curves: Sequence[Curves]) -> str:
-    title = " · ".join(run.name for run in runs)
     """The page of one run or several; ``curves`` are theirs, under the names to show."""
+    title = " · ".join(run.name for run in runs)
     several = len(runs) > 1
     body = [
         f"<header><h1>{escape(title if not several else f'{len(runs)} runs')}</h1>{_subtitle(runs)}</header>"
     ]
-    body.append(_compare(runs) if several else _tiles(facts(runs[0])))
+    body.append(_compare(runs) if several else tiles(facts(runs[0])))
     body += _plot_sections(runs, curves)
     for run in runs:
         body.append(_samples(run, several))
     for run in runs:
         body.append(_config(run, several))
     body.append(_environment(runs))
-    return _TEMPLATE.format(
-        title=escape(title),
-        style=_STYLE.replace("LIGHT", drawing.css_variables(drawing.LIGHT)).replace(
-            "DARK", drawing.css_variables(drawing.DARK)
-        ),
-        body="\n".join(body),
-    )
+    return document(title, "\n".join(body))
+
+
+def document(title: str, body: str) -> str:
+    """A self-contained page; ``body`` is HTML."""
+    light, dark = (drawing.css_variables(palette) for palette in (drawing.LIGHT, drawing.DARK))
+    style = _STYLE.replace("LIGHT", light).replace("DARK", dark)
+    return _TEMPLATE.format(title=escape(title), style=style, body=body)
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
@@ -114,12 +115,13 @@ def _key(i: int, name: str) -> str:
     return f'<span><i style="background:var(--c{i % len(drawing.LIGHT.lines)})"></i>{escape(name)}</span>'
 
 
-def _tiles(facts: Iterable[tuple[str, str, str]]) -> str:
-    tiles = "".join(
+def tiles(facts: Iterable[tuple[str, str, str]]) -> str:
+    """(label, value, small print) as a row of tiles."""
+    found = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><small>{escape(small)}</small></div>"
         for label, value, small in facts
     )
-    return f'<dl class="tiles">{tiles}</dl>'
+    return f'<dl class="tiles">{found}</dl>'
 
 
 def _compare(runs: Sequence[Run]) -> str:

@@ -6,8 +6,15 @@ cost = program_cost(compiled, CHIPS["v5e"])
 """
 
 from jaxrl.tpu.chips import CHIPS, Chip
-from jaxrl.tpu.cost import Collective, Cost, program_cost
-from jaxrl.tpu.topology import TOPOLOGIES, chip_of, compiler_missing, topology_mesh
+from jaxrl.tpu.cost import Collective, Cost, program_cost, program_costs
+from jaxrl.tpu.topology import (
+    TOPOLOGIES,
+    chip_of,
+    compiler_missing,
+    num_devices,
+    split_topology,
+    topology_mesh,
+)
 
 __all__ = [
     "CHIPS",
@@ -17,6 +24,9 @@ __all__ = [
     "Cost",
     "chip_of",
     "compiler_missing",
+    "num_devices",
     "program_cost",
+    "program_costs",
+    "split_topology",
     "topology_mesh",
 ]

@@ -1,8 +1,14 @@
 """Published figures of TPU chips, per device as JAX counts them.
 
-Peak FLOP/s, HBM and interconnect bandwidth: Google Cloud TPU system architecture pages (v4, v5e, v5p, v6e,
-TPU7x). HBM: what libtpu's compiler lets one program use. Clock: what turns the compiler's cycle estimates
-into seconds.
+Sources, read in November 2026:
+
+    FLOP/s, HBM GB/s     Google Cloud, "TPU architecture" pages of each version
+                         (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x)
+    ICI GB/s             the same pages' totals over a chip's links; per axis as "How to Scale Your Model"
+                         (jax-ml.github.io/scaling-book, chapter 2) has them
+    DCN GB/s             the same chapter's egress of a chip; TPU7x: its Google Cloud page
+    HBM bytes            what libtpu's compiler lets one program use
+    clock                what turns the compiler's cycle estimates into seconds
 """
 
 from __future__ import annotations
@@ -22,8 +28,11 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_second: float
     ici_bytes_per_second: float
-    """Of one mesh axis, one direction each way together: what a ring over one axis moves."""
+    """Of one mesh axis, both directions together: what a ring over one axis moves."""
+    dcn_bytes_per_second: float
+    """To other slices."""
     clock_hz: float
+    devices_per_chip: int = 1
 
 
 _CHIPS = (
@@ -32,8 +41,10 @@ _CHIPS = (
         flops_per_second=137.5e12,
         hbm_bytes=int(15.48 * GIB),
         hbm_bytes_per_second=614e9,
-        ici_bytes_per_second=90e9,
+        ici_bytes_per_second=45e9,
+        dcn_bytes_per_second=3.125e9,
         clock_hz=1.05e9,
+        devices_per_chip=2,
     ),
     Chip(
         name="v5e",
@@ -41,6 +52,7 @@ _CHIPS = (
         hbm_bytes=int(15.75 * GIB),
         hbm_bytes_per_second=819e9,
         ici_bytes_per_second=90e9,
+        dcn_bytes_per_second=3.125e9,
         clock_hz=1.5e9,
     ),
     Chip(
@@ -49,6 +61,7 @@ _CHIPS = (
         hbm_bytes=int(95.73 * GIB),
         hbm_bytes_per_second=2765e9,
         ici_bytes_per_second=180e9,
+        dcn_bytes_per_second=6.25e9,
         clock_hz=1.75e9,
     ),
     Chip(
@@ -57,6 +70,7 @@ _CHIPS = (
         hbm_bytes=int(31.24 * GIB),
         hbm_bytes_per_second=1640e9,
         ici_bytes_per_second=180e9,
+        dcn_bytes_per_second=12.5e9,
         clock_hz=1.75e9,
     ),
     Chip(
@@ -64,8 +78,10 @@ _CHIPS = (
         flops_per_second=1153.5e12,
         hbm_bytes=int(94.74 * GIB),
         hbm_bytes_per_second=3690e9,
-        ici_bytes_per_second=180e9,
+        ici_bytes_per_second=90e9,
+        dcn_bytes_per_second=6.25e9,
         clock_hz=1.9e9,
+        devices_per_chip=2,
     ),
 )
 CHIPS = {chip.name: chip for chip in _CHIPS}

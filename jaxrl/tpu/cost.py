@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.tpu.chips import Chip
@@ -91,9 +92,18 @@ class Cost:
 def program_cost(compiled: Any, chip: Chip, *, trips: int = 1) -> Cost:
     """The cost of ``compiled`` (a ``jax.stages.Compiled``) on ``chip``; loops of unknown length run ``trips``
     times."""
-    counter = _Counter(parse(compiled.as_text()), trips)
+    return program_costs(compiled, chip, [trips])[0]
+
+
+def program_costs(compiled: Any, chip: Chip, trips: Sequence[int]) -> list[Cost]:
+    """As ``program_cost``, for several numbers of trips."""
+    module, memory = parse(compiled.as_text()), compiled.memory_analysis()
+    return [_cost(module, memory, chip, n) for n in trips]
+
+
+def _cost(module: Module, memory: Any, chip: Chip, trips: int) -> Cost:
+    counter = _Counter(module, trips)
     total = counter.of(counter.module.entry)
-    memory = compiled.memory_analysis()
     collectives = tuple(
         Collective(kind=kind, group_size=size, group=group, count=count, bytes=num_bytes)
         for (kind, size, group), (count, num_bytes) in total.collectives.items()
@@ -348,7 +358,7 @@ def _group(x: Instruction) -> tuple[int, str]:
     if found := re.search(r"replica_groups=(\[([\d,]+)\]<=\S+)", text):
         return int(found[2].split(",")[-1]), found[1].rstrip(",")
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return len(found[1].split(",")), f"{{{found[1][:24]}}}"
+        return len(found[1].split(",")), f"{{{found[1]}}}"
     if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
         return 2, f"{found[1]}->{found[2]}"
     raise ValueError(f"cannot read the device groups of {x.name}: {text[:200]}")

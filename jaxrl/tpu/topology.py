@@ -45,8 +45,30 @@ def compiler_missing() -> str | None:
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology name such as ``v5e:4x4``."""
-    return CHIPS[topology.split(":")[0]]
+    """The chip of a topology name such as ``v5e:4x4`` or ``2*v5e:4x4``."""
+    return CHIPS[topology.rpartition("*")[2].split(":")[0]]
+
+
+def split_topology(name: str) -> tuple[str, int]:
+    """``2*v5e:16x16`` -> ("v5e:16x16", 2 slices). ConfigError, with the valid names, when it is not one."""
+    count, _, slice_name = name.rpartition("*")
+    if slice_name not in TOPOLOGIES:
+        near = difflib.get_close_matches(slice_name, TOPOLOGIES, len(TOPOLOGIES), cutoff=0)
+        close = difflib.get_close_matches(slice_name, near[:1], 1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(f"no topology {name!r}{hint} Valid are: {', '.join(near)}")
+    if "*" in name and not (count.isdecimal() and int(count) >= 1):
+        raise ConfigError(
+            f"no topology {name!r}: before the * stands the number of slices, as in 2*{slice_name}"
+        )
+    return slice_name, int(count or 1)
+
+
+def num_devices(topology: str) -> int:
+    """Devices of a topology, all slices together."""
+    name, slices = split_topology(topology)
+    sizes = [int(n) for n in name.split(":")[1].split("x")]
+    return slices * math.prod(sizes) * chip_of(name).devices_per_chip
 
 
 def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices: int = 1) -> Mesh:
@@ -55,10 +77,8 @@ def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices
     Raises:
         ConfigError: the name is unknown, the mesh does not match its devices, or there is no compiler here.
     """
-    if topology not in TOPOLOGIES:
-        near = difflib.get_close_matches(topology, TOPOLOGIES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"no topology {topology!r}{hint} Valid are: {', '.join(TOPOLOGIES)}")
+    topology, given = split_topology(topology)
+    num_slices = max(num_slices, given)
     if missing := compiler_missing():
         raise ConfigError(missing)
     for name, value in _ENVIRONMENT.items():

@@ -1,0 +1,118 @@
+"""python -m jaxrl.plan --config configs/x.yaml --topology v5e:4x4 [key=value ...]
+
+Exit codes: 0 it fits; 4 it does not; 1 the compiler failed for another reason; 2 configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxrl.config import ConfigError, run_cli
+from jaxrl.plan.advice import changes
+from jaxrl.plan.compile import Compilation, compile_run
+from jaxrl.plan.cost import Assumed, estimate
+from jaxrl.plan.ledger import ledger
+from jaxrl.plan.page import render
+from jaxrl.plan.progress import Progress
+from jaxrl.plan.table import Plan, show
+from jaxrl.settings import RunConfig, parse
+
+DOES_NOT_FIT = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    config, given = parse(
+        argv,
+        prog="python -m jaxrl.plan",
+        description="Compile every program of a run for a TPU topology, on any x86-64 Linux machine: does it "
+        "fit, and how long does it take?",
+        add_options=_options,
+    )
+    if given.topology is None:
+        raise ConfigError("--topology is missing, for example --topology v5e:4x4")
+    console = Console(stderr=given.json == "-")
+    if not console.is_terminal:
+        console.width = 120
+    with Progress(console) as progress:
+        found = compile_run(
+            config,
+            given.topology,
+            total_updates=(config.steps or 1000) * config.algo.updates_per_rollout,
+            every_shape=given.every_shape,
+            report=progress.report,
+        )
+    plan = make_plan(config, found, assumptions(config, given), given.price_per_chip_hour)
+    show(plan, console)
+    write(plan, given, console)
+    return exit_code(plan)
+
+
+def make_plan(config: RunConfig, found: Compilation, assumed: Assumed, price: float | None = None) -> Plan:
+    """All figures of what was compiled."""
+    room = ledger(found)
+    return Plan(
+        name=config.name,
+        compilation=found,
+        ledger=room,
+        assumed=assumed,
+        estimate=estimate(found, config, assumed),
+        changes=tuple(changes(config, found, room)),
+        price_per_chip_hour=price,
+    )
+
+
+def exit_code(plan: Plan) -> int:
+    """See the module."""
+    if plan.compilation.failed:
+        return 1
+    return 0 if plan.ledger.fits else DOES_NOT_FIT
+
+
+def assumptions(config: RunConfig, given: argparse.Namespace) -> Assumed:
+    """The flags, or the limits of the config."""
+    limits = {"prompt_tokens": config.data.max_prompt_tokens, "new_tokens": config.rollout.max_new_tokens}
+    if config.algo.supervised:
+        limits["new_tokens"] = 0
+    found = {}
+    for name, limit in limits.items():
+        value = getattr(given, name)
+        if value is not None and not 1 <= value <= limit:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: needs 1 to {limit}, the config's limit")
+        found[name] = value or limit
+    return Assumed(**found)
+
+
+def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:
+    """JSON and page, where they are asked for."""
+    if given.json == "-":
+        print(json.dumps(plan.as_json(), indent=2))
+    elif given.json:
+        Path(given.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n")
+        console.print(f"JSON: {given.json}")
+    if given.page:
+        Path(given.page).write_text(render(plan), encoding="utf-8")
+        console.print(f"page: {given.page}")
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--topology", metavar="NAME", help="for example v5e:4x4, or 2*v5e:16x16 for two slices")
+    add("--prompt-tokens", type=int, metavar="N", help="assumed length of prompts; default: the limit")
+    add("--new-tokens", type=int, metavar="N", help="assumed length of completions; default: the limit")
+    add("--price-per-chip-hour", type=float, metavar="X", help="in any currency")
+    add("--every-shape", action="store_true", help="compile every shape of a function, not the largest alone")
+    add("--json", metavar="FILE", help="write all figures; - for stdout")
+    add("--page", metavar="FILE", help="write an HTML page with a bar for each phase")
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

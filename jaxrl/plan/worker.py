@@ -1,0 +1,123 @@
+"""The process that compiles: ``python -m jaxrl.plan.worker``, started by ``compile.py``.
+
+The TPU compiler can end its process, and its memory is given back with it, so it runs in one of its own. It
+reads a request (a JSON line) from stdin and writes what it finds, one JSON line each, to the file descriptor
+that the request names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import ConfigError, load
+from jaxrl.plan import buffers
+from jaxrl.settings import RunConfig
+
+
+def main() -> None:
+    """Serve one request."""
+    request = json.loads(sys.stdin.readline())
+    with os.fdopen(request["answers"], "w") as answers:
+
+        def tell(kind: str, **fields: Any) -> None:
+            answers.write(json.dumps({"kind": kind, **fields}) + "\n")
+            answers.flush()
+
+        try:
+            serve(request, tell)
+        except ConfigError as error:
+            tell("refused", problems=error.problems)
+
+
+def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
+    """Describe the run, then compile its programs but those that are done.
+
+    Answers: {kind: described, names, ...}; for each program {kind: compiling, name} and {kind: compiled,
+    name, ...}; {kind: refused, problems}.
+    """
+    dump = Path(tempfile.mkdtemp(prefix="jaxrl-plan-"))
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+    try:
+        from jaxrl.plan.describe import chosen, describe
+        from jaxrl.plan.model import planned
+        from jaxrl.programs import loop_programs
+        from jaxrl.tpu import chip_of, topology_mesh
+
+        config = load(RunConfig, request["config"])[0]
+        topology = request["topology"]
+        mesh = topology_mesh(topology, config.mesh)
+        parts, model = planned(config, mesh)
+        programs = parts.programs(request["total_updates"])
+        listed = loop_programs(parts, programs)
+        described = describe(parts, programs, listed)
+        names = chosen(described["programs"], every_shape=request["every_shape"])
+        tell("described", model=model, names=names, **described)
+        chip = chip_of(topology)
+
+        def crosses(group: str) -> bool:
+            slices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(mesh.devices)
+            return "*" in topology and buffers.crosses(group, slices, mesh.axis_names)
+
+        for program in listed:
+            if program.name in names and program.name not in request["done"]:
+                tell("compiling", name=program.name)
+                tell("compiled", name=program.name, **compiled(program, chip, crosses, dump))
+    finally:
+        shutil.rmtree(dump, ignore_errors=True)
+
+
+def compiled(program: Any, chip: Any, crosses: Callable[[str], bool], dump: Path) -> dict[str, Any]:
+    """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
+    "failed"; seconds; the message of a failure; cost, memory and largest buffers."""
+    start = time.monotonic()
+    found: dict[str, Any] = {"status": "compiled", "message": ""}
+    try:
+        executable = program.lower().compile()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever XLA or Mosaic raise
+        text = str(error)
+        oom = "RESOURCE_EXHAUSTED" in text and "HBM" in text.upper()
+        found = {"status": "oom" if oom else "failed", "message": text[:2000]}
+    else:
+        from jaxrl.tpu import program_costs
+
+        without, once = program_costs(executable, chip, [0, 1])
+        found["fixed"] = _cost(without, chip, crosses)
+        found["once"] = _cost(once, chip, crosses)
+    memory = buffers.memory(dump)
+    found |= {"total_bytes": memory.total, "argument_bytes": memory.arguments, "largest": memory.largest}
+    for file in dump.iterdir():
+        shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink()
+    return {**found, "seconds": time.monotonic() - start}
+
+
+def _cost(cost: Any, chip: Any, crosses: Callable[[str], bool]) -> dict[str, float]:
+    """The figures of ``cost.Usage``; what decode attention reads stands for full pages."""
+    between = sum(c.wire_bytes for c in cost.collectives if crosses(c.group))
+    pages = [op for op in cost.operations if "decode_attention" in op[0]]
+    return {
+        "flops": cost.flops,
+        "hbm_bytes": cost.hbm_bytes,
+        "compute_seconds": cost.compute_seconds,
+        "ici_bytes": cost.wire_bytes - between,
+        "dcn_bytes": between,
+        "page_bytes": sum(hbm for _, _, _, hbm, _ in pages),
+        "page_seconds": sum(
+            max(m or f / chip.flops_per_second, h / chip.hbm_bytes_per_second) for _, _, f, h, m in pages
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()

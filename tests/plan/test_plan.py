@@ -1,0 +1,112 @@
+"""``python -m jaxrl.plan`` from the outside."""
+
+import json
+
+import pytest
+from rich.console import Console
+from synthetic import CONFIG, compilation, config
+
+from jaxrl.config import ConfigError, run_cli
+from jaxrl.plan import __main__ as plan
+from jaxrl.plan import compile as compiling
+from jaxrl.plan.cost import Assumed
+from jaxrl.plan.page import render
+from jaxrl.plan.table import show
+from jaxrl.tpu import compiler_missing, num_devices
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """command(compilation, *arguments) -> exit code, without the compiler."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+
+    def run(found, *arguments):
+        monkeypatch.setattr(plan, "compile_run", lambda *_, **__: found)
+        return run_cli(plan.main, ["--config", str(tmp_path / "run.yaml"), *arguments])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "said"),
+    [
+        (dict(), 0, "fits: 4.75 of 15.75 GiB stay free in rollout"),
+        (dict(update_temporaries=12), 4, "does not fit: update lacks 1.25 of 15.75 GiB"),
+        (dict(status="failed"), 1, "compiler failed: update"),
+    ],
+)
+def test_exit_codes(command, capsys, found, code, said):
+    assert command(compilation(**found), "--topology", "v5e:4x4") == code
+    out = capsys.readouterr().out
+    assert said in " ".join(out.split())
+    assert ("mesh.fsdp=8 mesh.data=1" in out) == (code == 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--topology is missing"),
+        (["--topology", "v5e:4x4", "--new-tokens", "300"], "--new-tokens 300: needs 1 to 256"),
+        (["--topology", "v5e:4x4", "mesh.fsd=2"], "did you mean"),
+    ],
+)
+def test_bad_input_is_2(command, capsys, arguments, said):
+    assert command(compilation(), *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "near"), [("v5e:4x5", "v5e:4x8"), ("2*v6e:16x15", "v6e:16x16")])
+def test_a_wrong_topology_lists_the_valid_ones_nearest_first(tmp_path, given, near):
+    with pytest.raises(ConfigError, match=rf"did you mean {near}\? Valid are: {near}, .*tpu7x:4x8x8"):
+        compiling.compile_run(config(tmp_path), given)
+    with pytest.raises(ConfigError, match="number of slices"):
+        compiling.compile_run(config(tmp_path), "two*v5e:4x4")
+
+
+def test_elsewhere_it_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_missing", lambda: "this is arm64 Darwin")
+    with pytest.raises(ConfigError, match="planning needs the TPU compiler: this is arm64 Darwin"):
+        compiling.compile_run(config(tmp_path), "v5e:4x4")
+
+
+def test_devices_of_topologies():
+    assert [num_devices(t) for t in ("v5e:4x4", "2*v5e:16x16", "v4:2x2x1", "tpu7x:4x4x4")] == [
+        16,
+        512,
+        8,
+        128,
+    ]
+
+
+def test_json_and_page_hold_the_same_figures(command, tmp_path):
+    json_file, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    arguments = ["--json", str(json_file), "--page", str(page), "--price-per-chip-hour", "2"]
+    assert command(compilation(update_temporaries=12), "--topology", "v5e:4x4", *arguments) == 4
+    found = json.loads(json_file.read_text())
+    assert not found["fits"] and found["phases"][1]["total_bytes"] == 17 * 2**30
+    assert found["money"] == pytest.approx([2 * h for h in found["chip_hours"]])
+    text = page.read_text()
+    assert "does not fit" in text and "17.00 of 15.75 GiB" in text and "mesh.fsdp=8" in text
+    assert "http" not in text.partition("<body>")[2]
+
+
+def test_names_of_users_are_escaped(tmp_path):
+    made = plan.make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
+    object.__setattr__(made, "name", "<script>")
+    assert "<script>" not in render(made)
+    show(made, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
+def test_a_tiny_run_is_compiled_and_one_too_large_is_not(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--topology", "v5e:2x2", "mesh.tensor=2"]
+    arguments += ["batch.micro_batch_tokens=2048", "--json", "-"]
+    assert run_cli(plan.main, arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {p["name"] for p in found["phases"]} == {"rollout", "update", "refresh"}
+    assert all(p["status"] == "compiled" for p in found["programs"].values())
+    parts = found["phases"][1]["parts"]
+    # Adam's two moments, where the parameters lie.
+    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=1e-3)
