@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -94,7 +95,12 @@ def group_speed(model, mesh, params, repeats: int) -> dict[str, float]:
 def floor(model, params, repeats: int) -> dict[str, float]:
     """What the same work costs at least here: the matrix products of 128 decode steps of 16 rows at the speed
     this machine reaches on them, or reading the weights once a step, whichever is longer; and the prompts."""
-    matrices = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(params["layers"]) if x.ndim > 1]
+    width = model.config.hidden_size
+    matrices = [  # of shape [inputs, outputs]: attention's output projection ends with D, the others begin
+        x.reshape(-1, width) if path[-1].key in ("out", "down") else x.reshape(width, -1)
+        for path, x in jax.tree.leaves_with_path(params["layers"])
+        if x.ndim > 1
+    ]
     matrices.append(model.head(params).T)
 
     def products(rows):
@@ -236,19 +242,19 @@ def floor_bytes(engine: Engine, params) -> float:
     return weights + 2 * config.num_layers * np.prod(local) * cache.dtype.itemsize
 
 
-def peers(python: str, folder: str, model: str, steps: int) -> dict[str, float]:
-    """Generated tokens a second of TRL and Tunix, as their scripts report them."""
-    found = {}
+PEERS = {"trl": ["--micro", "4"], "tunix": ["--maxprompt", "64"]}
+
+
+def peer(name: str, python: str, folder: str, model: str, steps: int) -> float:
+    """Generated tokens a second of TRL or Tunix, as its script reports them."""
     environment = {**os.environ, "PEER_MODEL": str(Path(model).resolve())}
     environment.pop("PYTHONPATH", None)
-    for name, options in (("trl", ["--micro", "4"]), ("tunix", ["--maxprompt", "64"])):
-        command = [python, f"peer_{name}.py", "--steps", str(steps), *options]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        speed = re.findall(r'"gen_tok_per_s": ([\d.]+)', done.stdout)
-        if not speed:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        found[name] = float(speed[-1])
-    return found
+    command = [python, f"peer_{name}.py", "--steps", str(steps), *PEERS[name]]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    speed = re.findall(r'"gen_tok_per_s": ([\d.]+)', done.stdout)
+    if not speed:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return float(speed[-1])
 
 
 def table(title: str, values: dict[str, float]) -> None:
@@ -272,18 +278,24 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     if given.model:
         model, mesh, params = load(given.model)
-        found["16 sequences x 128 tokens"] = group_speed(model, mesh, params, given.repeats)
-        found["floor of that work"] = floor(model, params, given.repeats)
-        ours, least = found["16 sequences x 128 tokens"], found["floor of that work"]
+        measure = functools.partial(group_speed, model, mesh, params, given.repeats)
+        # Before, between and after the peers: the speed of a machine changes over minutes.
+        runs, speed = [measure()], {}
+        for name in PEERS if given.peers else ():
+            python = given.peer_python or sys.executable
+            speed[name] = peer(name, python, given.peers, given.model, given.repeats)
+            runs.append(measure())
+        ours = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        found["16 sequences x 128 tokens"] = ours
+        found["floor of that work"] = least = floor(model, params, given.repeats)
         ours["share_of_floor"] = least["seconds"] / ours["seconds"]
+        if speed:
+            ratio = ours["tokens_per_second"] / max(speed.values())
+            found["peers (tokens a second)"] = {**speed, "ours_over_the_faster": ratio}
         if not given.no_ragged:
             found["64 sequences of 16 to 512 tokens"] = ragged_against_static(
                 model, mesh, params, given.repeats
             )
-        if given.peers:
-            speed = peers(given.peer_python or sys.executable, given.peers, given.model, given.repeats)
-            speed["ours_over_the_faster"] = ours["tokens_per_second"] / max(speed.values())
-            found["peers (tokens a second)"] = speed
     if given.tpu:
         found["HBM bytes of a decode step, of the floor"] = decode_bytes()
     for title, values in found.items():
