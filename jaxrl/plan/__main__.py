@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
             given.topology,
             total_updates=(config.steps or 1000) * config.algo.updates_per_rollout,
             every_shape=given.every_shape,
+            save=given.save,
             report=progress.report,
         )
     plan = make_plan(config, found, assumptions(config, given), given.price_per_chip_hour)
@@ -98,6 +99,8 @@ def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:
     elif given.json:
         Path(given.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n")
         console.print(f"JSON: {given.json}")
+    if given.save:
+        console.print(f"executables: {given.save}; train loads them with executables={given.save}")
     if given.page:
         Path(given.page).write_text(render(plan), encoding="utf-8")
         console.print(f"page: {given.page}")
@@ -110,6 +113,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, metavar="N", help="assumed length of completions; default: the limit")
     add("--price-per-chip-hour", type=float, metavar="X", help="in any currency")
     add("--every-shape", action="store_true", help="compile every shape of a function, not the largest alone")
+    add("--save", metavar="DIR", help="keep every executable there (gs:// too), for train executables=DIR")
     add("--json", metavar="FILE", help="write all figures; - for stdout")
     add("--page", metavar="FILE", help="write an HTML page with a bar for each phase")
 

@@ -67,10 +67,11 @@ def compile_run(
     *,
     total_updates: int = 1000,
     every_shape: bool = False,
+    save: str | None = None,
     report: Report = lambda *_: None,
 ) -> Compilation:
     """Every program of ``config`` on ``topology``; of one function in several shapes the largest, unless
-    ``every_shape``.
+    ``every_shape``. ``save``: a folder for all executables, which ``train`` can load (``executables.py``).
 
     Raises:
         ConfigError: there is no such topology or no compiler here, or the run cannot be put together.
@@ -86,7 +87,8 @@ def compile_run(
             "config": str(file),
             "topology": topology,
             "total_updates": total_updates,
-            "every_shape": every_shape,
+            "every_shape": every_shape or save is not None,
+            "save": save,
         }
         report("reading the model", 0, 0)
         described: dict[str, Any] = {}

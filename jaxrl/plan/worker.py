@@ -48,6 +48,7 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
     dump = Path(tempfile.mkdtemp(prefix="jaxrl-plan-"))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
     try:
+        from jaxrl.executables import Store
         from jaxrl.plan.describe import chosen, describe
         from jaxrl.plan.model import planned
         from jaxrl.programs import loop_programs
@@ -63,6 +64,7 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         names = chosen(described["programs"], every_shape=request["every_shape"])
         tell("described", model=model, names=names, **described)
         chip = chip_of(topology)
+        store = Store(request["save"], mesh) if request["save"] else None
 
         def crosses(group: str) -> bool:
             slices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(mesh.devices)
@@ -71,18 +73,24 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         for program in listed:
             if program.name in names and program.name not in request["done"]:
                 tell("compiling", name=program.name)
-                tell("compiled", name=program.name, **compiled(program, chip, crosses, dump))
+                tell("compiled", name=program.name, **compiled(program, chip, crosses, dump, store))
     finally:
         shutil.rmtree(dump, ignore_errors=True)
 
 
-def compiled(program: Any, chip: Any, crosses: Callable[[str], bool], dump: Path) -> dict[str, Any]:
+def compiled(
+    program: Any, chip: Any, crosses: Callable[[str], bool], dump: Path, store: Any = None
+) -> dict[str, Any]:
     """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
-    "failed"; seconds; the message of a failure; cost, memory and largest buffers."""
+    "failed"; seconds; the message of a failure; cost, memory and largest buffers. The executable goes to
+    ``store``."""
+    from jaxrl.executables import lower
+
     start = time.monotonic()
     found: dict[str, Any] = {"status": "compiled", "message": ""}
     try:
-        executable = program.lower().compile()
+        lowered = lower(program)
+        executable = lowered.compile()
     except ConfigError:
         raise
     except Exception as error:  # whatever XLA or Mosaic raise
@@ -95,6 +103,8 @@ def compiled(program: Any, chip: Any, crosses: Callable[[str], bool], dump: Path
         without, once = program_costs(executable, chip, [0, 1])
         found["fixed"] = _cost(without, chip, crosses)
         found["once"] = _cost(once, chip, crosses)
+        if store is not None:
+            store.save(program.name, lowered, executable)
     memory = buffers.memory(dump)
     found |= {"total_bytes": memory.total, "argument_bytes": memory.arguments, "largest": memory.largest}
     for file in dump.iterdir():

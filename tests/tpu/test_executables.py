@@ -5,12 +5,38 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl.assembly import assemble
+from jaxrl.config import load, run_cli
 from jaxrl.executables import Store, lower
 from jaxrl.ops.decode_attention import Pages, decode_attention
-from jaxrl.programs import Program
+from jaxrl.plan.__main__ import main as plan
+from jaxrl.programs import Program, loop_programs
+from jaxrl.settings import RunConfig
 from jaxrl.tpu import topology_mesh
+
+SUPERVISED = """
+steps: 10
+model:
+  scratch: {hidden_size: 256, intermediate_size: 256, num_hidden_layers: 1, num_attention_heads: 2,
+            head_dim: 128}
+  tokenizer: builtin:chars
+mesh: {fsdp: 2, tensor: 2}
+data: {source: arithmetic, max_prompt_tokens: 256, chat_template: none}
+algo: {name: sft}
+batch: {micro_batch_tokens: 1024}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _paths():
+    """``lower`` changes how the whole process compiles; other tests count compilations."""
+    name = "jax_hlo_source_file_canonicalization_regex"
+    before = getattr(jax.config, name)
+    yield
+    jax.config.update(name, before)
 
 
 def attention_program(mesh):
@@ -36,12 +62,7 @@ def attention_program(mesh):
 
 def test_a_tpu_executable_is_kept_and_names_no_folder(tmp_path):
     mesh = topology_mesh("v5e:2x2")
-    name = "jax_hlo_source_file_canonicalization_regex"
-    before = getattr(jax.config, name)
-    try:
-        lowered, again = (lower(attention_program(mesh)) for _ in range(2))
-    finally:
-        jax.config.update(name, before)
+    lowered, again = (lower(attention_program(mesh)) for _ in range(2))
     kernels = re.findall(r"\\22body\\22: \\22([^\\]*)\\22", lowered.as_text())
     assert kernels
     for kernel in kernels:
@@ -55,3 +76,21 @@ def test_a_tpu_executable_is_kept_and_names_no_folder(tmp_path):
     assert "XLA refuses" in store.load("attend", again)
     other = Store(str(tmp_path), topology_mesh("v5e:2x4"))
     assert "devices 4 x TPU v5 lite, and this is 8 x TPU v5 lite" in other.load("attend", lowered)
+
+
+@pytest.mark.slow
+def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(SUPERVISED)
+    kept = str(tmp_path / "kept")
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--topology", "v5e:2x2", "--save", kept]
+    assert run_cli(plan, arguments) == 0
+    assert f"executables={kept}" in "".join(capsys.readouterr().out.split())
+
+    config = load(RunConfig, tmp_path / "run.yaml")[0]
+    mesh = topology_mesh("v5e:2x2", config.mesh)
+    parts = assemble(config, mesh)
+    (update,) = loop_programs(parts, parts.programs(config.steps))
+    assert "XLA refuses" in Store(kept, mesh).load("update", lower(update))  # found; no TPU to run it
+    other = assemble(load(RunConfig, tmp_path / "run.yaml", ["optim.b1=0.8"])[0], mesh)
+    (update,) = loop_programs(other, other.programs(config.steps))
+    assert "another program" in Store(kept, mesh).load("update", lower(update))
