@@ -14,5 +14,5 @@ if [ -n "$LUSTRE_INSTANCE" ]; then
     run gcloud lustre instances delete "$LUSTRE_INSTANCE" --location="$ZONE" --project="$PROJECT" --quiet
 fi
 if [ "${1:-}" = --bucket ]; then
-    run gcloud storage rm --recursive "gs://$BUCKET"
+    run gcloud storage rm "gs://$BUCKET" --recursive
 fi

@@ -5,8 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ $# = 1 ] || { echo "usage: delete.sh RUN_NAME" >&2 && exit 2; }
 workload=$("$PYTHON" "$here/manifests.py" --workload-name "$1")
-for kind in pathwaysjob rayjob jobset configmap; do # a kind that the cluster does not know is no error here
-    name=$workload
-    [ $kind = configmap ] && name=$workload-config
-    run kubectl delete "$kind" "$name" --namespace="$NAMESPACE" --ignore-not-found || true
+for kind in pathwaysjob rayjob jobset; do # a kind that the cluster does not know is no error here
+    run kubectl delete "$kind" "$workload" --namespace="$NAMESPACE" --ignore-not-found || true
 done
+run kubectl delete configmap --selector="app.kubernetes.io/instance=$workload" --namespace="$NAMESPACE"

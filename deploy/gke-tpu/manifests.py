@@ -67,7 +67,7 @@ class Settings:
     queue: str = _variable(_NAME, "multislice-queue")
     max_restarts: str = _variable(_NUMBER, "10")
     run_as_user: str = _variable(_NUMBER, "0")
-    metrics_port: str = _variable(_NUMBER, "9464")
+    metrics_port: str = _variable("[1-9][0-9]{0,4}", "9464")
     ray_workers: str = _variable(_NUMBER, "2")
     pathways_version: str = _variable(r"[A-Za-z0-9_.-]+", "latest")
 
@@ -284,6 +284,8 @@ def dress(
     workload: str,
     *,
     command: Sequence[str] | None,
+    files: str,
+    metrics_port: int | None,
     grace_seconds: float,
 ) -> None:
     """Give a pod template what every pod of ours has: config, volumes, secrets, identity, labels, grace.
@@ -291,8 +293,10 @@ def dress(
     Args:
         template: a pod template with a container CONTAINER; other containers get nothing. Changed in place.
         settings: the cluster's.
-        workload: its name; its ConfigMap is ``<workload>-config``.
+        workload: its name.
         command: argument vector of the container; None leaves what is there.
+        files: name of the ConfigMap whose files the container finds in CONFIG_FOLDER.
+        metrics_port: where the first process serves its metrics; None or 0: not for others to find.
         grace_seconds: ``checkpoint.grace_seconds`` of the run.
     """
     pod = template["spec"]
@@ -304,11 +308,12 @@ def dress(
     if command is not None:
         container["command"] = [kubernetes_literal(word) for word in command]
     container["envFrom"] = [{"secretRef": {"name": settings.secret, "optional": True}}]
-    container["ports"] = [{"name": "metrics", "containerPort": int(settings.metrics_port)}]
+    if metrics_port:
+        container["ports"] = [{"name": "metrics", "containerPort": metrics_port}]
     security = container.get("securityContext") or {}
     container["securityContext"] = {**security, "runAsUser": int(settings.run_as_user)}
     volumes: list[tuple[str, str, dict[str, Any]]] = [
-        ("config", CONFIG_FOLDER, {"configMap": {"name": f"{workload}-config"}}),
+        ("config", CONFIG_FOLDER, {"configMap": {"name": files}}),
         ("bucket", BUCKET_FOLDER, {"persistentVolumeClaim": {"claimName": "jaxrl-bucket"}}),
     ]
     if settings.lustre_instance:
@@ -321,12 +326,13 @@ def dress(
 
 
 def config_map(settings: Settings, workload: str, files: Mapping[str, str]) -> dict[str, Any]:
-    """``files`` by name, as the container sees them in CONFIG_FOLDER."""
+    """``files`` by name, for CONFIG_FOLDER. Other contents, another name: a workload keeps its own."""
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:8]
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {
-            "name": f"{workload}-config",
+            "name": f"{workload}-{digest}",
             "namespace": settings.namespace,
             "labels": {"app.kubernetes.io/name": CONTAINER, "app.kubernetes.io/instance": workload},
         },

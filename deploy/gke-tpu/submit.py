@@ -68,18 +68,23 @@ def main(argv: Sequence[str]) -> int:
     command = ["python", "-m", "jaxrl.train", "--config", f"{gke.CONFIG_FOLDER}/config.yaml"]
     command += given.overrides
     objects = build(given.via, cluster, config, workload, command)
-    text = gke.to_yaml(objects)
     if given.dry_run:
-        print(text, end="")
+        print(gke.to_yaml(objects), end="")
         return 0
     print(f"run {config.name}: workload {workload} ({given.via}) on {cluster.tpu}", file=sys.stderr)
-    created = subprocess.run(["kubectl", "create", "-f", "-"], input=text, text=True, check=False)
+    kubectl("apply", objects[:1])
+    created = kubectl("create", objects[1:])  # never over a workload that is there
     if created.returncode:
         hint = (
             f"kubectl create failed. If {workload} is there already: deploy/gke-tpu/delete.sh {config.name}"
         )
         print(hint, file=sys.stderr)
     return created.returncode
+
+
+def kubectl(verb: str, objects: list[dict[str, Any]]) -> subprocess.CompletedProcess:
+    """``kubectl apply`` or ``create`` of ``objects``."""
+    return subprocess.run(["kubectl", verb, "-f", "-"], input=gke.to_yaml(objects), text=True, check=False)
 
 
 def first_word(words: Sequence[str]) -> int | None:
@@ -97,7 +102,7 @@ def first_word(words: Sequence[str]) -> int | None:
 
 def run_defaults(cluster: gke.Settings) -> list[str]:
     """What a run on the cluster needs and a configuration rarely says; the user's settings come after it."""
-    folder = f"{gke.LUSTRE_FOLDER}/runs" if cluster.lustre_instance else "/tmp/runs"
+    folder = f"{gke.LUSTRE_FOLDER}/runs" if cluster.lustre_instance else "/workspace/runs"
     found = ["resume=auto", f"output_dir={folder}", f"metrics.prometheus_port={cluster.metrics_port}"]
     if not cluster.lustre_instance:
         found.append(f"checkpoint.output_dir=gs://{cluster.bucket}/runs")
@@ -107,7 +112,7 @@ def run_defaults(cluster: gke.Settings) -> list[str]:
 def build(
     via: str, cluster: gke.Settings, config: settings.RunConfig, workload: str, command: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The workload and its ConfigMap, complete.
+    """The workload's ConfigMap and the workload, complete.
 
     Raises:
         ConfigError: XPK does not take it, or is not there.
@@ -139,13 +144,22 @@ def build(
         shell = None  # KubeRay starts Ray in every container
     else:
         objects = gke.render(via, values)
+    config_map = gke.config_map(cluster, workload, files)
     for workload_object in objects:
         if workload_object["kind"] == "JobSet":
             gke.add_restart_rules(workload_object, int(cluster.max_restarts))
         for template in gke.pod_specs(workload_object):
             if any(c["name"] == gke.CONTAINER for c in template["spec"]["containers"]):
-                gke.dress(template, cluster, workload, command=shell, grace_seconds=grace)
-    return [gke.config_map(cluster, workload, files), *objects]
+                gke.dress(
+                    template,
+                    cluster,
+                    workload,
+                    command=shell,
+                    files=config_map["metadata"]["name"],
+                    metrics_port=config.metrics.prometheus_port,
+                    grace_seconds=grace,
+                )
+    return [config_map, *objects]
 
 
 def xpk_command(

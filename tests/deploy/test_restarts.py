@@ -124,14 +124,13 @@ def start(submitted, tmp_path, monkeypatch):
     for program in programs.iterdir():
         program.chmod(0o755)
     monkeypatch.setenv("LUSTRE_INSTANCE", "lus")
-    monkeypatch.setenv("METRICS_PORT", "0")
     monkeypatch.setenv("MAX_RESTARTS", "3")
     monkeypatch.setenv("TPU", "v6e:2x2")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
     def make(*words):
-        objects = submitted(str(tmp_path / "tiny.yaml"), *words)
+        objects = submitted(str(tmp_path / "tiny.yaml"), "metrics.prometheus_port=0", *words)
         with monkeypatch.context() as patch:
             patch.setenv("PATH", f"{programs}:/usr/bin:/bin")
             node = Node(objects, tmp_path)

@@ -144,7 +144,7 @@ def test_a_run_is_deleted_with_its_configuration(script, bin_folder):
     assert done.returncode == 0, done.stderr
     calls = recorded(bin_folder, "kubectl")
     assert [call[1] for call in calls] == ["pathwaysjob", "rayjob", "jobset", "configmap"]
-    names = {call[2].removesuffix("-config") for call in calls}
+    names = {call[2].removeprefix("--selector=app.kubernetes.io/instance=") for call in calls}
     assert len(names) == 1 and re.fullmatch(r"my-run-home-[0-9a-f]{8}", names.pop())
 
 

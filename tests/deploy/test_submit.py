@@ -44,10 +44,8 @@ def test_overrides_arrive_byte_for_byte(via, submitted):
 
 
 @pytest.mark.parametrize("via", DIRECT)
-@pytest.mark.parametrize("tpu", ["v5e:4x4", "2*v6e:4x4", "v5e:1x1"])
+@pytest.mark.parametrize("tpu", ["v5e:4x4", "2*v6e:4x4", "v6e:2x2"])
 def test_workloads_ask_for_the_slice(via, tpu, submitted, validate, monkeypatch):
-    if (via, tpu) == ("pathwaysjob", "v5e:1x1"):
-        pytest.skip("refused")
     monkeypatch.setenv("TPU", tpu)
     slices = manifests.Slices.parse(tpu)
     objects = submitted("--via", via, QUICKSTART)
@@ -99,7 +97,7 @@ def test_pods_have_secrets_volumes_identity_and_time_to_save(via, submitted, mon
 
 def test_without_lustre_checkpoints_go_to_the_bucket(submitted):
     command = command_of(submitted("--via", "jobset", QUICKSTART), "jobset")
-    assert {"output_dir=/tmp/runs", "checkpoint.output_dir=gs://my-bucket/runs"} < set(command)
+    assert {"output_dir=/workspace/runs", "checkpoint.output_dir=gs://my-bucket/runs"} < set(command)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
@@ -168,9 +166,25 @@ def test_submit_sh_creates_once_and_never_overwrites(variables, bin_folder, monk
     done = subprocess.run([script, QUICKSTART, "--via", "jobset", NASTY[4]], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "run quickstart: workload quickstart-" in done.stderr
-    assert recorded(bin_folder, "kubectl") == [["create", "-f", "-"]]
-    objects = list(yaml.safe_load_all((bin_folder / "kubectl.stdin").read_text()))
-    assert command_of(objects, "jobset")[-1] == NASTY[4]
+    assert recorded(bin_folder, "kubectl") == [["apply", "-f", "-"], ["create", "-f", "-"]]
+    (jobset,) = yaml.safe_load_all((bin_folder / "kubectl.stdin").read_text())
+    assert command_of([jobset], "jobset")[-1] == NASTY[4]
+
+
+def test_other_configurations_have_other_config_maps(submitted):
+    """What a running workload reads stays as it is, whatever is submitted later."""
+    names = [submitted("--via", "jobset", QUICKSTART, f"seed={n}")[0]["metadata"]["name"] for n in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+
+
+def test_the_port_of_metrics_is_the_runs(submitted):
+    ports = [
+        container_of(submitted("--via", "jobset", QUICKSTART, f"metrics.prometheus_port={port}"))[1].get(
+            "ports"
+        )
+        for port in ("9999", "null")
+    ]
+    assert ports == [[{"name": "metrics", "containerPort": 9999}], None]
 
 
 def test_the_command_starts_the_program_with_these_words(submitted, bin_folder):
