@@ -133,7 +133,8 @@ def identity(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, Any]:
     return {
         **facts,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "topology": _digest([_place(device) for device in devices] if tpu else _processor()),
+        "topology": _digest([_place(device) if tpu else device.process_index for device in devices]),
+        "processor": "any" if tpu else _processor(),
         "flags": _flags(),
         "program": _digest(lowered.as_text()),
     }
@@ -143,13 +144,14 @@ def _place(device: jax.Device) -> list[Any]:
     return [getattr(device, name, None) or 0 for name in ("coords", "core_on_chip", "slice_index")]
 
 
-def _processor() -> list[str]:
-    """Of CPUs, what code may be compiled for."""
+def _processor() -> str:
+    """What code for a CPU may be compiled for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return [platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features"))})]
+    features = sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    return f"{platform.machine()} {_digest(features)}"
 
 
 def _flags() -> str:
