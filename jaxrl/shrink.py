@@ -133,6 +133,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         steps=_ENDLESS,
         resume="auto",
         init_from=None,
+        executables=None,
         model=_small_source(config, model, folder),
         mesh=mesh,
         data=replace(

@@ -33,6 +33,7 @@ data:
 rollout: {tensor: 4, group_size: 4, max_new_tokens: 6, slots: 8, prefill_chunk_tokens: 8, decode_batches: 1}
 rewards: {terms: [{name: FOLDER/rewards.py:even}], workers: 0}
 eval: {every: 2, limit: 4, split: test}
+algo: {name: grpo, kl_coef: 0.1, num_minibatches: 2}
 optim: {learning_rate: 1e-2}
 batch: {micro_batch_tokens: 48}
 checkpoint: {every: 1}
@@ -184,7 +185,7 @@ def test_a_run_with_loaded_executables_is_the_same_bit_for_bit(configure, tmp_pa
     train.run(plain)
     train.run(configure("name=first", f"executables={tmp_path}/store"))
     told = [m for m in caplog.messages if ": compiled in" in m]
-    assert {m.partition(":")[0] for m in told} >= {"update", "refresh", "prefill/1", "new_state"}
+    assert {m.partition(":")[0] for m in told} >= {"update", "score", "refresh", "prefill/1", "new_state"}
     caplog.clear()
 
     names = []
@@ -196,7 +197,17 @@ def test_a_run_with_loaded_executables_is_the_same_bit_for_bit(configure, tmp_pa
     train.run(loaded)
     assert len([m for m in caplog.messages if ": loaded from" in m]) == len(told)
     assert not [m for m in caplog.messages if ": compiled in" in m]
-    ours = ("train", "_generate", "_prefill", "_write", "_start", "_empty", "_repeat", "rollout_params")
+    ours = (
+        "train",
+        "score",
+        "_generate",
+        "_prefill",
+        "_write",
+        "_start",
+        "_empty",
+        "_repeat",
+        "rollout_params",
+    )
     assert not [name for name in names[0] if any(part in name for part in ours)]
     assert results(plain) == results(loaded)
 
