@@ -14,9 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxrl.config import ConfigError, run_cli
+from jaxrl.config import ConfigError, load, run_cli, to_dict
+from jaxrl.plan import auto
 from jaxrl.plan.advice import changes
-from jaxrl.plan.compile import Compilation, compile_run
+from jaxrl.plan.compile import Compilation, CompilerDied, compile_run
 from jaxrl.plan.cost import Assumed, estimate
 from jaxrl.plan.ledger import ledger
 from jaxrl.plan.page import render
@@ -39,22 +40,65 @@ def main(argv: Sequence[str]) -> int:
     )
     if given.topology is None:
         raise ConfigError("--topology is missing, for example --topology v5e:4x4")
+    if given.overlay and not given.auto:
+        raise ConfigError("--overlay is written by --auto only")
+    if given.save and given.auto:
+        raise ConfigError("--save is of one run: plan the overlay that --auto writes with --save")
+    if given.candidates < 1:
+        raise ConfigError(f"--candidates {given.candidates}: needs at least 1")
     console = Console(stderr=given.json == "-")
     if not console.is_terminal:
         console.width = 120
-    with Progress(console) as progress:
-        found = compile_run(
-            config,
-            given.topology,
-            total_updates=(config.steps or 1000) * config.algo.updates_per_rollout,
-            every_shape=given.every_shape,
-            save=given.save,
-            report=progress.report,
-        )
-    plan = make_plan(config, found, assumptions(config, given), given.price_per_chip_hour)
+    assumed = assumptions(config, given)
+    try:
+        if given.auto:
+            return automatic(config, given, assumed, console)
+        with Progress(console) as progress:
+            updates = (config.steps or 1000) * config.algo.updates_per_rollout
+            found = compile_run(
+                config,
+                given.topology,
+                total_updates=updates,
+                every_shape=given.every_shape,
+                save=given.save,
+                report=progress.report,
+            )
+    except CompilerDied as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    plan = make_plan(config, found, assumed, given.price_per_chip_hour)
     show(plan, console)
     write(plan, given, console)
     return exit_code(plan)
+
+
+def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, console: Console) -> int:
+    """--auto: print the candidates and the plan of the chosen one, and write the overlay."""
+    if config.algo.supervised:
+        raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
+    with Progress(console) as progress:
+        tried = auto.search(config, given.topology, assumed, wanted=given.candidates, report=progress.report)
+    auto.show(tried, console)
+    best = tried[0]
+    plan = make_plan(best.config, best.compilation, assumed, given.price_per_chip_hour)
+    show(plan, console)
+    write(plan, given, console)
+    if not best.fits:
+        return exit_code(plan)
+    settings = auto.given_settings(config, given.overrides)
+    out = Path(given.overlay or f"{config.name}.{given.topology.replace(':', '-').replace('*', 'x')}.yaml")
+    text = auto.overlay(given.config, out, best, settings)
+    load_overlay(text, out, best)
+    console.print(f"the choice: {out}; train with --config {out}")
+    return 0
+
+
+def load_overlay(text: str, out: Path, best: auto.Tried) -> None:
+    """Write the overlay, and see that it is what was planned."""
+    out.write_text(text)
+    loaded, _ = load(RunConfig, out)
+    if to_dict(loaded) != to_dict(best.config):
+        raise RuntimeError(f"{out} does not load as the run that was planned")
 
 
 def make_plan(config: RunConfig, found: Compilation, assumed: Assumed, price: float | None = None) -> Plan:
@@ -113,6 +157,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, metavar="N", help="assumed length of completions; default: the limit")
     add("--price-per-chip-hour", type=float, metavar="X", help="in any currency")
     add("--every-shape", action="store_true", help="compile every shape of a function, not the largest alone")
+    add(
+        "--auto", action="store_true", help="choose mesh, sampler view, micro-batch, remat, kv cache, offload"
+    )
+    add("--candidates", type=int, default=3, metavar="N", help="--auto: how many that fit to compile (3)")
+    add("--overlay", metavar="FILE", help="--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)")
     add("--save", metavar="DIR", help="keep every executable there (gs:// too), for train executables=DIR")
     add("--json", metavar="FILE", help="write all figures; - for stdout")
     add("--page", metavar="FILE", help="write an HTML page with a bar for each phase")

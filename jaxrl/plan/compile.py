@@ -57,6 +57,10 @@ class Compilation:
         return [c for c in self.compiled.values() if c.status == "failed"]
 
 
+class CompilerDied(Exception):
+    """The compiling process ended before it had anything to say."""
+
+
 Report = Callable[[str, int, int], None]
 """(what is compiled now, number, of how many)"""
 
@@ -69,9 +73,16 @@ def compile_run(
     every_shape: bool = False,
     save: str | None = None,
     report: Report = lambda *_: None,
+    cache: dict[str, Compiled] | None = None,
+    stop_at_misfit: bool = False,
 ) -> Compilation:
     """Every program of ``config`` on ``topology``; of one function in several shapes the largest, unless
     ``every_shape``. ``save``: a folder for all executables, which ``train`` can load (``executables.py``).
+
+    Args:
+        total_updates: of the run; the learning rate's schedule is part of the update.
+        cache: programs that were compiled before, by what they are lowered to; new ones are put in.
+        stop_at_misfit: end with the first program that does not fit by itself; the others are left out.
 
     Raises:
         ConfigError: there is no such topology or no compiler here, or the run cannot be put together.
@@ -89,18 +100,26 @@ def compile_run(
             "total_updates": total_updates,
             "every_shape": every_shape or save is not None,
             "save": save,
+            "stop_at_misfit": stop_at_misfit,
         }
+        cache = {} if cache is None else cache
         report("reading the model", 0, 0)
         described: dict[str, Any] = {}
         found: dict[str, Compiled] = {}
         while not described or len(found) < len(described["names"]):
-            for answer in _ask({**request, "done": list(found)}):
+            for answer in _ask({**request, "done": list(found), "known": list(cache)}):
                 if answer["kind"] == "described":
                     described = described or answer
                 elif answer["kind"] == "compiling":
                     report(answer["name"], len(found) + 1, len(described["names"]))
+                elif answer["kind"] == "known":
+                    found[answer["name"]] = dataclasses.replace(cache[answer["key"]], name=answer["name"])
                 else:
                     found[answer["name"]] = _compiled(answer)
+                    if "key" in answer:
+                        cache[answer["key"]] = found[answer["name"]]
+            if stop_at_misfit and any(x.status != "compiled" for x in found.values()):
+                break
     return Compilation(
         topology=topology,
         model=described["model"],
@@ -157,7 +176,7 @@ def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         last = "\n".join(log.read().strip().splitlines()[-12:])[-2000:]
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         if current is None:
-            raise RuntimeError(f"the compiling process ended ({ended}) before it compiled anything:\n{last}")
+            raise CompilerDied(f"the compiling process ended ({ended}) before it compiled anything:\n{last}")
         message = f"the compiling process ended ({ended}): {last}"
         yield {
             "kind": "died", "name": current, "status": "failed", "message": message, "seconds": 0.0,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
+
+import jax
 
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.models import Model, ModelConfig
@@ -73,10 +76,9 @@ def describe(parts: Assembly, programs: Programs, listed: list[Program]) -> dict
     }
 
 
+@cache
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the whole model."""
-    import jax
-
     return sum(x.size for x in jax.tree.leaves(Model(config).shapes()))
 
 

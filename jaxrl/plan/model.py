@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxrl.assembly import Assembly, assemble, join
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.models import ModelConfig
+from jaxrl.models import ModelConfig, hf
 from jaxrl.models.shapes import known
 from jaxrl.settings import RunConfig
 
@@ -22,6 +22,18 @@ class TokenizerFacts:
 
     vocab_size: int
     stop_ids: tuple[int, ...]
+
+
+def shape_of(config: RunConfig) -> ModelConfig:
+    """The shape of the model. ConfigError when it cannot be read."""
+    path = config.model.path
+    if path is None:
+        tokenizer = load_tokenizer(str(config.model.tokenizer))
+        return ModelConfig.from_scratch(config.model.scratch, vocab_size=tokenizer.vocab_size)
+    shape = None if Path(path).expanduser().is_dir() else known(path)
+    if shape is not None:
+        return ModelConfig.from_hf(shape.config, path)
+    return hf.load_config(hf.resolve(path, weights=False))
 
 
 def planned(config: RunConfig, mesh: Mesh) -> tuple[Assembly, str]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxrl.plan.advice import Change
@@ -185,7 +186,7 @@ def _largest(plan: Plan) -> Table:
     table.add_column("GiB", justify="right")
     table.add_column("what", overflow="fold")
     for what, size in program.largest:
-        table.add_row(gib(size), what)
+        table.add_row(gib(size), escape(what))
     return table
 
 

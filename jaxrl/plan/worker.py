@@ -7,6 +7,7 @@ that the request names.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -48,7 +49,7 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
     dump = Path(tempfile.mkdtemp(prefix="jaxrl-plan-"))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
     try:
-        from jaxrl.executables import Store
+        from jaxrl.executables import Store, lower
         from jaxrl.plan.describe import chosen, describe
         from jaxrl.plan.model import planned
         from jaxrl.programs import loop_programs
@@ -70,29 +71,39 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
             slices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(mesh.devices)
             return "*" in topology and buffers.crosses(group, slices, mesh.axis_names)
 
+        listed.sort(key=lambda p: p.phase != "update")  # what most often does not fit, first
         for program in listed:
             if program.name in names and program.name not in request["done"]:
                 tell("compiling", name=program.name)
-                tell("compiled", name=program.name, **compiled(program, chip, crosses, dump, store))
+                lowered = lower(program)
+                key = fingerprint(lowered, mesh)
+                if key in request["known"]:
+                    tell("known", name=program.name, key=key)
+                    continue
+                found = compiled(lowered, chip, crosses, dump)
+                executable = found.pop("executable", None)
+                if store is not None and executable is not None:
+                    store.save(program.name, lowered, executable)
+                tell("compiled", name=program.name, key=key, **found)
+                if found["status"] != "compiled" and request["stop_at_misfit"]:
+                    break
     finally:
         shutil.rmtree(dump, ignore_errors=True)
 
 
-def compiled(
-    program: Any, chip: Any, crosses: Callable[[str], bool], dump: Path, store: Any = None
-) -> dict[str, Any]:
-    """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
-    "failed"; seconds; the message of a failure; cost, memory and largest buffers. The executable goes to
-    ``store``."""
-    from jaxrl.executables import lower
+def fingerprint(lowered: Any, mesh: Any) -> str:
+    """Equal for what compiles to the same executable on these devices."""
+    order = ",".join(str(d.id) for d in mesh.devices.flat)
+    return hashlib.sha256(f"{order}\n{lowered.as_text()}".encode()).hexdigest()
 
+
+def compiled(lowered: Any, chip: Any, crosses: Callable[[str], bool], dump: Path) -> dict[str, Any]:
+    """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
+    "failed"; seconds; the message of a failure; cost, memory and largest buffers; the executable."""
     start = time.monotonic()
     found: dict[str, Any] = {"status": "compiled", "message": ""}
     try:
-        lowered = lower(program)
         executable = lowered.compile()
-    except ConfigError:
-        raise
     except Exception as error:  # whatever XLA or Mosaic raise
         text = str(error)
         oom = "RESOURCE_EXHAUSTED" in text and "HBM" in text.upper()
@@ -103,8 +114,7 @@ def compiled(
         without, once = program_costs(executable, chip, [0, 1])
         found["fixed"] = _cost(without, chip, crosses)
         found["once"] = _cost(once, chip, crosses)
-        if store is not None:
-            store.save(program.name, lowered, executable)
+        found["executable"] = executable
     memory = buffers.memory(dump)
     found |= {"total_bytes": memory.total, "argument_bytes": memory.arguments, "largest": memory.largest}
     for file in dump.iterdir():
