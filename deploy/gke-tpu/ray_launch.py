@@ -35,7 +35,9 @@ class Host:
 
     def run(self, command: list[str]) -> int:
         """Run ``command`` to its end; its exit code, -n after signal n."""
-        self.process = subprocess.Popen(command, stderr=subprocess.STDOUT)
+        # Ray gives its workers one thread for numerical libraries; a host has this process alone.
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(command, stderr=subprocess.STDOUT, env=environ)
         if self.stopped:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait()

@@ -190,7 +190,8 @@ def render_with_xpk(
         output = f"{folder}/workload.yaml"
         words = xpk_command(via, cluster, workload, command, seconds, output)
         try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            environ = {"TELEMETRY_ENABLED": "false", **os.environ}  # a dry run is nothing to report
+            done = subprocess.run(words, capture_output=True, text=True, check=False, env=environ)
         except OSError as error:
             raise ConfigError(f"{words[0]}: {error.strerror}; run deploy/gke-tpu/setup.sh", "XPK") from error
         if done.returncode or not Path(output).exists():

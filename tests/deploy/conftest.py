@@ -16,13 +16,14 @@ from deploy_helpers import FOLDER, VARIABLES, manifests
 
 @pytest.fixture
 def variables(monkeypatch):
-    """The variables of env.sh for a cluster; a dict to change with ``monkeypatch.setenv`` as well."""
+    """The variables of env.sh, for a cluster that is not there."""
     for name in ("PYTHON", "XPK", "DRY_RUN", "JAXRL_ENV"):
         monkeypatch.delenv(name, raising=False)
     for field in manifests.dataclasses.fields(manifests.Settings):
         monkeypatch.delenv(field.name.upper(), raising=False)
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TELEMETRY_ENABLED", "false")  # of XPK
     return dict(VARIABLES)
 
 
