@@ -1,5 +1,6 @@
 """What the tests of deploy/gke-tpu share; importing it makes the scripts there importable."""
 
+import json
 import pathlib
 import re
 import sys
@@ -70,3 +71,15 @@ def container_of(objects):
         if container["name"] == manifests.CONTAINER
     ]
     return found[-1]
+
+
+def dashboard_queries():
+    """The expressions of all panels."""
+    dashboard = json.loads((FOLDER / "monitoring" / "dashboard.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def dashboard_metrics():
+    """The metrics of ours that the dashboard names."""
+    return set(re.findall(r"\bjaxrl_\w+", " ".join(dashboard_queries())))

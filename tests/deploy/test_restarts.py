@@ -10,8 +10,10 @@ import time
 import urllib.request
 
 import pytest
-from deploy_helpers import FOLDER, argv_of, container_of, manifests
+from deploy_helpers import FOLDER, argv_of, container_of, dashboard_metrics, manifests
 from prometheus_client.parser import text_string_to_metric_families
+
+from jaxrl.prometheus import gauge_name
 
 TINY = """
 steps: 6
@@ -102,7 +104,7 @@ class Node:
         log = self.root / f"log.{restarts}"
         with log.open("w") as file:
             process = subprocess.Popen(self.argv, stdout=file, stderr=subprocess.STDOUT, cwd=self.root)
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 900
         while process.poll() is None and time.monotonic() < deadline:
             if watch is not None:
                 watch(process, log.read_text())
@@ -163,7 +165,8 @@ def test_mistakes_of_the_user_do_not_restart(code, start):
 @pytest.mark.slow
 @pytest.mark.parametrize("via", ["jobset", "xpk"])
 def test_a_run_that_is_interrupted_resumes_and_ends(via, start, request, monkeypatch):
-    """Through the container's own command: SIGTERM as the kubelet sends it, 75, restart, the other steps."""
+    """Through the container's own command: SIGTERM as the kubelet sends it, 75, restart, the other steps. Its
+    metrics are served, and are those that the dashboard asks for."""
     if via == "xpk":
         monkeypatch.setenv("XPK", request.getfixturevalue("xpk"))
     jobset, node = start("--via", via, "name=tiny")
@@ -186,6 +189,10 @@ def test_a_run_that_is_interrupted_resumes_and_ends(via, start, request, monkeyp
         node.steps("tiny") == [0, 1, 2, 3, 4, 5, 6][-len(node.steps("tiny")) :]
         and node.steps("tiny")[-1] == 6
     )
+    if via == "jobset":  # the names of metrics do not depend on the way
+        lines = map(json.loads, (node.here("/lustre") / "runs/tiny/metrics.jsonl").read_text().splitlines())
+        logged = {gauge_name(name) for line in lines if "event" not in line for name in line}
+        assert dashboard_metrics() <= logged | {"jaxrl_step", "jaxrl_steps_total"}
     served = {s.name: s.value for f in text_string_to_metric_families(pages[0]) for s in f.samples}
     assert served["jaxrl_step"] >= 2 and 0 <= served["jaxrl_reward_mean"] <= 1
 
@@ -211,8 +218,8 @@ import os, pathlib, signal, sys, time
 folder, code = pathlib.Path(sys.argv[1]), None
 before = len(list(folder.glob("*.life")))
 mine = folder / f"{time.time_ns()}-{os.getpid()}.life"
-mine.write_text(repr(sys.argv[2:]))
 signal.signal(signal.SIGTERM, lambda *_: (mine.with_suffix(".term").touch(), sys.exit(75)))
+mine.write_text(repr(sys.argv[2:]))
 while len(lives := sorted(folder.glob("*.life"))) % 2:
     time.sleep(0.05)
 if mine == lives[-2]:  # one of the two processes ends by itself
@@ -223,45 +230,58 @@ time.sleep(300)
 """
 
 
-@pytest.mark.slow
-def test_ray_follows_the_same_rules(tmp_path, monkeypatch):
-    """ray_launch.py on a local Ray: one process a TPU host, ended together, restarted by exit code."""
+CLUSTER = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"TPU": 8}})
+print("address", cluster.address, flush=True)
+input()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def ray_address():
+    """A Ray cluster of its own, with 8 chips, outside this process (jax has threads, and Ray forks)."""
     pytest.importorskip("ray")
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "resources": {"TPU": 8}}
-    )
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", CLUSTER], **pipes)
     try:
-        for name, codes, expected, terminated in [("mistake", "75 3", 3, 2), ("stopped", "137 -", 75, 3)]:
-            folder = tmp_path / name
-            folder.mkdir()
-            (folder / "codes").write_text(codes)
-            plan = {
-                "command": [sys.executable, f"{tmp_path}/program.py", str(folder), "two words; $HOME\n'"],
-                "processes": 2,
-                "chips_per_host": 4,
-                "max_restarts": 2,
-                "no_restart": list(manifests.NO_RESTART),
-                "grace_seconds": 20,
-            }
-            (folder / "command.json").write_text(json.dumps(plan))
-            launch = [sys.executable, FOLDER / "ray_launch.py", folder / "command.json"]
-            driver = subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if name == "stopped":
-                while len(list(folder.glob("*.life"))) < 4 and driver.poll() is None:
-                    time.sleep(0.1)
-                driver.send_signal(signal.SIGTERM)
-            output, _ = driver.communicate(timeout=240)
-            assert driver.returncode == expected, output
-            lives = list(folder.glob("*.life"))
-            assert len(lives) == 4
-            assert {path.read_text() for path in lives} == {repr(["two words; $HOME\n'"])}
-            # Who did not end by itself was asked to save.
-            assert len(list(folder.glob("*.term"))) == terminated
+        yield next(line.split()[1] for line in process.stdout if line.startswith("address "))
     finally:
-        cluster.shutdown()
+        process.communicate("\n", timeout=120)
+
+
+@pytest.mark.slow
+def test_ray_follows_the_same_rules(tmp_path, monkeypatch, ray_address):
+    """ray_launch.py on a local Ray: one process a TPU host, ended together, restarted by exit code."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    for name, codes, expected, terminated in [("mistake", "75 3", 3, 2), ("stopped", "137 -", 75, 3)]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "codes").write_text(codes)
+        plan = {
+            "command": [sys.executable, f"{tmp_path}/program.py", str(folder), "two words; $HOME\n'"],
+            "processes": 2,
+            "chips_per_host": 4,
+            "max_restarts": 2,
+            "no_restart": list(manifests.NO_RESTART),
+            "grace_seconds": 20,
+        }
+        (folder / "command.json").write_text(json.dumps(plan))
+        launch = [sys.executable, FOLDER / "ray_launch.py", folder / "command.json"]
+        driver = subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if name == "stopped":
+            while len(list(folder.glob("*.life"))) < 4 and driver.poll() is None:
+                time.sleep(0.1)
+            driver.send_signal(signal.SIGTERM)
+        output, _ = driver.communicate(timeout=240)
+        assert driver.returncode == expected, output
+        lives = list(folder.glob("*.life"))
+        assert len(lives) == 4
+        assert {path.read_text() for path in lives} == {repr(["two words; $HOME\n'"])}
+        # Who did not end by itself was asked to save.
+        assert len(list(folder.glob("*.term"))) == terminated
 
 
 def test_ray_restarts_are_capped(tmp_path, monkeypatch):
