@@ -26,7 +26,7 @@ class Memory:
     total: int
     arguments: int
     largest: tuple[tuple[str, int], ...]
-    """(what, bytes) of the largest buffers."""
+    """(what, bytes) of the largest buffers that are no arguments."""
 
 
 def memory(dump: Path, most: int = 8) -> Memory:
@@ -37,15 +37,16 @@ def memory(dump: Path, most: int = 8) -> Memory:
         return Memory(0, 0, ())
     total = arguments = 0
     buffers: list[tuple[str, str, int]] = []
-    slots: dict[int, tuple[str, str, int]] | None = None
+    slots: dict[int, tuple[str, str, int]] | None = None  # by offset; None: not what we look for
     with file.open(errors="replace") as lines:
         for line in lines:
             if match := _ALLOCATION.match(line):
                 buffers += (slots or {}).values()
-                slots = {} if match[2] in (None, "0") else None
-                if slots is not None:
+                given, slots = " parameter " in match[3], None
+                if match[2] in (None, "0"):
                     total += int(match[1])
-                    arguments += int(match[1]) if " parameter " in match[3] else 0
+                    arguments += int(match[1]) if given else 0
+                    slots = None if given else {}
             elif slots is not None and (match := _VALUE.match(line)):
                 value = match[1], match[4].lstrip("("), int(match[2])
                 if int(match[3]) not in slots or slots[int(match[3])][2] < value[2]:

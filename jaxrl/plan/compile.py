@@ -20,7 +20,8 @@ from jaxrl.tpu import compiler_missing, split_topology
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One program, compiled or not. Bytes are of one device; ``largest`` are its largest buffers."""
+    """One program, compiled or not. Bytes are of one device; ``largest`` are its largest buffers beside its
+    arguments."""
 
     name: str
     status: str

@@ -92,7 +92,7 @@ class Guesser:
             for rollout_tensor in self._tensors():
                 for rows, remat, memory in self._updates(data * fsdp):
                     found = self._one(data, fsdp, tensor, rollout_tensor, rows, remat, memory)
-                    if found is not None and found.worst_bytes <= 0.99 * self.chip.hbm_bytes:
+                    if found is not None and found.worst_bytes <= 0.98 * self.chip.hbm_bytes:
                         yield found
 
     def _tensors(self) -> list[int]:
@@ -155,6 +155,8 @@ class Guesser:
         slots = kept * (self.devices // rollout_tensor)
         activations = self._activations(tokens, tensor, remat)
         gradients = trained * 4
+        if tokens * shards < self._tokens:  # their sum, and those of one micro-batch
+            gradients += trained * jnp.dtype(config.model.param_dtype).itemsize
         layer = 4 * num_parameters(self.model) / self.model.num_layers / tensor
         resting_update = resting + (moments if memory == "pinned_host" else 0)
         return Guess(

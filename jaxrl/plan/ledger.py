@@ -58,6 +58,16 @@ class Ledger:
         return self.hbm_bytes - self.worst.total_bytes
 
 
+def largest(c: Compilation, phase: Phase, most: int = 8) -> list[tuple[str, int]]:
+    """(what, bytes) of the largest arrays of a phase: resident ones, and what its program makes."""
+    program = c.compiled.get(phase.program) or c.compiled["score"]
+    found = [(what, size) for what, size in program.largest if size]
+    for r in c.residents:
+        if not r["phases"] or phase.name in r["phases"]:
+            found += [(f"{r['name']}: {what}", size) for what, size in r["largest"]]
+    return sorted(found, key=lambda item: -item[1])[:most]
+
+
 def ledger(c: Compilation) -> Ledger:
     """Add up what ``compile_run`` found."""
     phases: dict[str, Phase] = {}

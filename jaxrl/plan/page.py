@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxrl.plan.cost import LEFT_OUT
-from jaxrl.plan.ledger import Phase
-from jaxrl.plan.table import Plan, gib, money, rows, span
+from jaxrl.plan.ledger import Phase, largest
+from jaxrl.plan.table import Plan, amount, gib, money, rows, span
 from jaxrl.report.page import document, escape, tiles
 
 _STYLE = """
@@ -35,7 +35,7 @@ def render(plan: Plan) -> str:
         tiles(_facts(plan)),
         "<h2>Memory of a device</h2>",
         f'<div class="card">{_keys(plan)}{_bars(plan)}</div>',
-        "<h2>Largest buffers</h2>",
+        "<h2>Largest arrays</h2>",
         f'<div class="card">{_largest(plan)}</div>',
         "<h2>A step</h2>",
         f'<div class="card right">{_costs(plan)}</div>',
@@ -112,21 +112,23 @@ def _bar(plan: Plan, phase: Phase, scale: float) -> str:
 
 
 def _largest(plan: Plan) -> str:
-    shown = []
-    for p in plan.ledger.phases:
-        compiled = plan.compilation.compiled
-        program = compiled.get(p.program) or compiled["score"]
-        for what, size in program.largest[:4]:
-            shown.append((p.name, gib(size), what))
+    shown = [
+        (p.name, gib(size), what)
+        for p in plan.ledger.phases
+        for what, size in largest(plan.compilation, p, most=5)
+    ]
     return _table(("phase", "GiB", "what"), shown)
 
 
 def _costs(plan: Plan) -> str:
-    head = ("program", "calls", "TFLOP", "HBM GB", "ICI GB", "DCN GB", "compute s", "wire s", "seconds")
+    several = "*" in plan.compilation.topology
+    between = ["DCN GB"] if several else []
+    head = ("program", "calls", "TFLOP", "HBM GB", "ICI GB", *between, "compute s", "wire s", "seconds")
     body = []
     for name, (calls, u) in [*plan.estimate.programs.items(), *_phases(plan)]:
-        numbers = (u.flops / 1e12, u.hbm_bytes / 1e9, u.ici_bytes / 1e9, u.dcn_bytes / 1e9)
-        cells = [f"{x:,.4g}" for x in (*numbers, u.compute_seconds, u.wire_seconds)]
+        numbers = [u.flops / 1e12, u.hbm_bytes / 1e9, u.ici_bytes / 1e9]
+        numbers += [u.dcn_bytes / 1e9] if several else []
+        cells = [amount(x) for x in (*numbers, u.compute_seconds, u.wire_seconds)]
         body.append((name, f"{calls:,.4g}" if calls else "", *cells, span((u.least_seconds, u.most_seconds))))
     return _table(head, body)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxrl.plan.advice import Change
 from jaxrl.plan.compile import Compilation
 from jaxrl.plan.cost import LEFT_OUT, Assumed, Estimate, Usage
-from jaxrl.plan.ledger import Ledger, Phase
+from jaxrl.plan.ledger import Ledger, Phase, largest
 from jaxrl.tpu import chip_of
 
 GIB = 2**30
@@ -94,6 +94,11 @@ class Plan:
 def gib(size: float) -> str:
     """Bytes as GiB, for people."""
     return f"{size / GIB:.2f}"
+
+
+def amount(x: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{x:,.3g}" if x < 100 else f"{x:,.0f}"
 
 
 def span(low_high: tuple[float, float], form: str = "{:.3g}") -> str:
@@ -180,12 +185,10 @@ def rows(found: Ledger) -> list[str]:
 
 def _largest(plan: Plan) -> Table:
     worst = plan.ledger.worst
-    compiled = plan.compilation.compiled
-    program = compiled.get(worst.program) or compiled["score"]
-    table = Table(title=f"Largest buffers of {worst.program}", title_justify="left")
+    table = Table(title=f"Largest arrays of {worst.name}", title_justify="left")
     table.add_column("GiB", justify="right")
     table.add_column("what", overflow="fold")
-    for what, size in program.largest:
+    for what, size in largest(plan.compilation, worst):
         table.add_row(gib(size), escape(what))
     return table
 
@@ -202,7 +205,7 @@ def cost_table(plan: Plan) -> Table:
     def add(name: str, calls: str, u: Usage) -> None:
         numbers = [u.flops / 1e12, u.hbm_bytes / 1e9, u.ici_bytes / 1e9]
         numbers += [u.dcn_bytes / 1e9] if several else []
-        cells = [f"{x:,.3g}" if x < 100 else f"{x:,.0f}" for x in numbers]
+        cells = [amount(x) for x in numbers]
         table.add_row(name, calls, *cells, span((u.least_seconds, u.most_seconds)))
 
     for name, (calls, usage) in cost.programs.items():

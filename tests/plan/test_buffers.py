@@ -30,11 +30,7 @@ def test_memory_is_the_sum_of_allocations_in_hbm(tmp_path):
     (tmp_path / "module_1.jit_f.after_optimizations.txt").write_text(HLO)
     found = memory(tmp_path)
     assert (found.total, found.arguments) == (512 + 8192 + 5000, 8192)
-    assert found.largest[:3] == (
-        ("params[up] bf16[32,128]", 8192),
-        ("while/body/exp bf16[2000]", 4000),
-        ("while.1 bf16[500]", 1000),
-    )
+    assert found.largest[:2] == (("while/body/exp bf16[2000]", 4000), ("while.1 bf16[500]", 1000))
 
 
 def test_an_empty_dump_says_nothing(tmp_path):

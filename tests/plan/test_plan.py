@@ -110,3 +110,44 @@ def test_a_tiny_run_is_compiled_and_one_too_large_is_not(tmp_path, capsys):
     parts = found["phases"][1]["parts"]
     # Adam's two moments, where the parameters lie.
     assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
+def test_between_slices_only_the_data_axis_sends(tmp_path):
+    """Two slices of four chips: the update sums gradients between them, decoding stays inside."""
+    run = config(tmp_path, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "batch.micro_batch_tokens=2048")
+    found = compiling.compile_run(run, "2*v5e:2x2").compiled
+    assert found["update"].once["dcn_bytes"] > 0 and found["update"].once["ici_bytes"] > 0
+    decode = next(c for name, c in found.items() if name.startswith("generate"))
+    assert decode.once["ici_bytes"] > 0 and decode.once["dcn_bytes"] - decode.fixed["dcn_bytes"] < 1e4
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        compiling.compile_run(config(tmp_path, "mesh.data=1", "mesh.fsdp=8"), "2*v5e:2x2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
+def test_two_layers_of_an_8b_on_sixteen_chips(tmp_path):
+    """The memory of a device is what the shapes say; each program of the loop is there."""
+    shape = "{model_type: qwen3, hidden_size: 4096, intermediate_size: 12288, num_hidden_layers: 2, "
+    shape += "num_attention_heads: 32, num_key_value_heads: 8, head_dim: 128, vocab_size: 151936}"
+    run = config(
+        tmp_path, f"model.scratch={shape}", "mesh.fsdp=4", "mesh.tensor=4", "rollout.tensor=8",
+        "algo.kl_coef=0.1", "batch.micro_batch_tokens=8192", "model.param_dtype=bfloat16",
+    )  # fmt: skip
+    found = compiling.compile_run(run, "v5e:4x4")
+    assert sorted(name.partition("/")[0] for name in found.compiled) == [
+        "generate", "prefill", "refresh", "score_reference", "update", "write",
+    ]  # fmt: skip
+    sizes = {r["name"]: r["device_bytes"] for r in found.residents}
+    parameters = found.facts["parameters"]
+    assert sizes["parameters"] == pytest.approx(2 * parameters / 16, rel=0.01) == sizes["reference"]
+    assert sizes["optimizer"] == pytest.approx(4 * sizes["parameters"], rel=0.01)  # float32 moments
+    assert sizes["rollout parameters"] == pytest.approx(2 * parameters / 8, rel=0.01)
+    room = plan.make_plan(run, found, Assumed(prompt_tokens=128, new_tokens=256)).ledger
+    assert room.fits and {p.name for p in room.phases} == {"rollout", "scoring", "update", "refresh"}
+    update = next(p for p in room.phases if p.name == "update")
+    named = {"parameters", "optimizer", "reference", "rollout parameters", "batch"}
+    assert named < set(update.parts)
+    # What the compiler counts as arguments is what the ledger has as residents, to its padding.
+    assert update.parts.get("other arguments", 0) < 0.02 * found.compiled["update"].argument_bytes
