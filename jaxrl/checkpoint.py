@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrl import distributed
+from jaxrl import distributed, pathways
 from jaxrl.batch import TrainState
 from jaxrl.config import ConfigError, setting
 from jaxrl.storage import Folder, is_remote
@@ -144,11 +144,12 @@ class Checkpoints:
 
     def _handler(self) -> Any:
         limit = self.config.concurrent_gb
+        ours = not pathways.workers_write_checkpoints()  # they have a format of their own
         return self._ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=limit,
             restore_concurrent_gb=limit,
-            use_ocdbt=True,
-            use_zarr3=True,
+            use_ocdbt=ours,
+            use_zarr3=ours,
             use_compression=self.config.compress,
         )
 

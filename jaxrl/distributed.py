@@ -3,8 +3,8 @@
 Every process runs the same program on the same data; the mesh spans all devices. What only one may do (write
 files, call reward functions) the first does, and ``broadcast`` hands the result to the others.
 
-Environment variables that are read: ``JAX_PLATFORMS`` (``proxy``: Pathways, one controller for the whole
-slice); ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` (processes started by hand);
+Environment variables that are read: ``JAX_PLATFORMS`` (``proxy``: see ``pathways.py``);
+``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` (processes started by hand);
 ``TPU_WORKER_HOSTNAMES``, ``MEGASCALE_NUM_SLICES`` (set by GKE on multi-host slices).
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl import pathways
 from jaxrl.config import ConfigError, run_cli
 
 HEARTBEAT_SECONDS = 30
@@ -30,12 +31,8 @@ HEARTBEAT_SECONDS = 30
 def start() -> None:
     """Join the other processes, if there are any. Call once, before the first use of a device."""
     env = os.environ
-    if "proxy" in env.get("JAX_PLATFORMS", "").split(","):
-        try:
-            import pathwaysutils
-        except ImportError as error:
-            raise ConfigError("JAX_PLATFORMS=proxy needs Pathways: pip install 'jaxrl[pathways]'") from error
-        pathwaysutils.initialize()
+    if pathways.is_used():
+        pathways.initialize()
         return
     if jax.distributed.is_initialized():
         return

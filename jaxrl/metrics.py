@@ -33,6 +33,7 @@ import jax.monitoring
 
 from jaxrl.config import ConfigError, setting
 from jaxrl.prometheus import PrometheusEndpoint
+from jaxrl.storage import Folder
 
 logger = logging.getLogger("jaxrl")
 
@@ -422,7 +423,7 @@ def memory_metrics() -> dict[str, int]:
     memory/host_bytes: resident memory of the process now.
     memory/live_bytes: all arrays alive in JAX, a sharded or replicated one counted once.
     """
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    peaks = [_memory_stats(device).get("peak_bytes_in_use") for device in jax.local_devices()]
     host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -435,11 +436,18 @@ def memory_metrics() -> dict[str, int]:
     }
 
 
+def _memory_stats(device: jax.Device) -> dict[str, Any]:
+    try:
+        return device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # not asked for through a proxy (Pathways)
+        return {}
+
+
 class Profiler:
-    """Traces steps [start_step, start_step + num_steps) to <run>/profile."""
+    """Traces steps [start_step, start_step + num_steps) to <run>/profile; in a bucket where JAX can."""
 
     def __init__(self, run_dir: str | os.PathLike, config: ProfileConfig):
-        self._folder = Path(run_dir) / PROFILE_FOLDER
+        self._folder = Folder(run_dir) / PROFILE_FOLDER
         self._config = config
         self._tracing = False
 
@@ -448,8 +456,8 @@ class Profiler:
         first = self._config.start_step
         inside = first is not None and first <= step < first + self._config.num_steps
         if inside and not self._tracing:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(str(self._folder))
+            self._folder.make()
+            jax.profiler.start_trace(self._folder.path)
             self._tracing = True
         elif not inside:
             self.close()

@@ -162,7 +162,9 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
             micro_batch_tokens=devices["data"] * devices["fsdp"] * longest,
         ),
         checkpoint=replace(config.checkpoint, every=1, output_dir=None),
-        metrics=replace(config.metrics, wandb=None, progress="none"),
+        metrics=replace(
+            config.metrics, wandb=None, prometheus_port=None, compilations="count", progress="none"
+        ),
         profile=replace(config.profile, start_step=None),
     )
 

@@ -427,6 +427,8 @@ def limits(config: RunConfig) -> list[str]:
         unseen.append(f"init_from ({config.init_from})")
     if config.checkpoint.output_dir:
         unseen.append(f"access to checkpoint.output_dir ({config.checkpoint.output_dir})")
+    if config.executables:
+        unseen.append(f"executables ({config.executables})")
     if config.metrics.wandb:
         unseen.append("Weights & Biases (metrics.wandb)")
     if config.rewards.pool.is_ray or config.environment.pool.is_ray:

@@ -25,13 +25,13 @@ from typing import Any
 
 import jax
 
-from jaxrl import distributed, executables, stages
+from jaxrl import distributed, executables, pathways, stages
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.assembly import Assembly, Programs, assemble
 from jaxrl.batch import Prompts, TrainState
 from jaxrl.checkpoint import Checkpoints, SaveError
 from jaxrl.compilations import CompilationCounter, Recompiled
-from jaxrl.config import run_cli, to_dict
+from jaxrl.config import ConfigError, run_cli, to_dict
 from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
@@ -83,9 +83,11 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         SaveError: a checkpoint could not be written.
         Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
     """
+    if found := list(pathways.problems(config)):
+        raise ConfigError(found)
     with contextlib.ExitStack() as stack:
-        r, state, meta = open_run(config, stop or threading.Event(), stack)
         with distributed.failing_together():
+            r, state, meta = open_run(config, stop or threading.Event(), stack)
             done, interrupted = loop(r, state, meta)
             r.checkpoints.wait()
         if not interrupted:
@@ -119,9 +121,10 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
             keep_metrics(config, r.checkpoints)
         compilations.forget()  # slices and copies for the writer
 
+    trace_folder = config.checkpoint_run if pathways.is_used() else config.run_dir
     with (
         CompilationCounter(strict=config.metrics.compilations == "error") as compilations,
-        contextlib.closing(Profiler(config.run_dir, config.profile)) as profiler,
+        contextlib.closing(Profiler(trace_folder, config.profile)) as profiler,
     ):
         try:
             check(r.stop)

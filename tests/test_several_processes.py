@@ -202,11 +202,40 @@ def arrays(folder, name, step, item):
         return dict(checkpoints.arrays(step, item))
 
 
+SOURCES = """
+import os
+
+class Rows(list):
+    def __getitem__(self, index):
+        step, number = self.fails_at, os.environ["JAX_PROCESS_ID"]
+        self.read = getattr(self, "read", 0) + 1
+        if number == "1" and self.read > step:
+            raise RuntimeError("a mistake on this host alone")
+        return super().__getitem__(index)
+
+def rows(fails_at, digits=1, split=None):
+    found = Rows({"question": f"{n}+1=", "answer": str(n + 1)} for n in range(20))
+    found.fails_at = fails_at
+    return found
+"""
+
+
 @pytest.mark.slow
-def test_an_error_of_one_process_ends_all(folder):
+@pytest.mark.parametrize("mistake", ["reward", "loading data", "reading data"])
+def test_an_error_of_one_process_ends_all(folder, mistake):
+    """Whichever process it is, with its own message, the others within a minute."""
+    (folder / "rows.py").write_text(SOURCES)
+    if mistake == "reward":
+        overrides = [f"rewards.terms.0.name={folder}/rewards.py:broken", "rewards.on_error=stop"]
+    else:
+        reads = 3 if mistake == "loading data" else 20 + 4 + 4  # all rows once, and once more when used
+        overrides = [f"data.source={folder}/rows.py:rows", f"data.options={{fails_at: {reads}}}"]
+        overrides.append("steps=50")
     port = free_port()
-    overrides = [f"rewards.terms.0.name={folder}/rewards.py:broken", "rewards.on_error=stop"]
     both = [start(folder, "broken", number, 2, port, *overrides) for number in range(2)]
-    outputs = [p.communicate(timeout=600) for p in both]
-    assert both[0].returncode == 3 and "a mistake of mine" in outputs[0][1]
-    assert both[1].returncode != 0
+    first, other = both if mistake == "reward" else both[::-1]
+    _, errors = first.communicate(timeout=600)
+    _, rest = other.communicate(timeout=60)
+    message = "a mistake of mine" if mistake == "reward" else "a mistake on this host alone"
+    assert message in errors and first.returncode == 3
+    assert other.returncode != 0, rest
