@@ -7,6 +7,7 @@ that the request names.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl.config import ConfigError, load
@@ -75,7 +77,8 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         for program in listed:
             if program.name in names and program.name not in request["done"]:
                 tell("compiling", name=program.name)
-                lowered = lower(program)
+                with told_the_device(mesh):
+                    lowered = lower(program)
                 key = fingerprint(lowered, mesh)
                 if key in request["known"]:
                     tell("known", name=program.name, key=key)
@@ -89,6 +92,13 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
                     break
     finally:
         shutil.rmtree(dump, ignore_errors=True)
+
+
+def told_the_device(mesh: Any) -> contextlib.AbstractContextManager:
+    """Kernels ask what they are lowered for; with one device no ``shard_map`` tells them."""
+    if mesh.size > 1:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def fingerprint(lowered: Any, mesh: Any) -> str:
