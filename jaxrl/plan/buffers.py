@@ -1,4 +1,4 @@
-"""What XLA's dumps and HLO text say beyond ``memory_analysis``.
+"""What XLA's dumps say beyond ``memory_analysis``.
 
 A program needs on a device what its buffer assignment allocates there, arguments included: that is the sum
 which the compiler holds against HBM. (``peak_memory_in_bytes`` adds up live values without the gaps between
@@ -10,10 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(?:, color (\d+))?(.*)")
 _VALUE = re.compile(r"\s*value: <\d+ ([\w.\-]+)\S* @\d+> \(size=(\d+),offset=(\d+)\): (\(?\w+\[[\d,]*\])")
@@ -69,33 +66,3 @@ def _origins(hlo: Path, names: set[str]) -> dict[str, str]:
             if match and match[1] in names and (origin := re.search(r'op_name="([^"]*)"', line)):
                 found[match[1]] = re.sub(r"^jit\(\w+\)/|\\'", "", origin[1])[-90:]
     return found
-
-
-def crosses(group: str, slices: np.ndarray, axes: Sequence[str]) -> bool:
-    """Whether a collective leaves a slice: ``slices`` is the slice of each device, in the shape of the mesh
-    with these axes, and ``group`` the device groups as HLO writes them."""
-    flat = slices.reshape(-1)
-    return any(len(set(flat[members])) > 1 for members in groups(group, slices.shape, axes))
-
-
-def groups(text: str, shape: Sequence[int], axes: Sequence[str]) -> list[np.ndarray]:
-    """Device groups as HLO writes them: ``{0,1,2,3}`` (the first of several alike), ``[4,2]<=[8]`` or
-    ``[4,2]<=[2,4]T(1,0)``, ``0->1``, names of mesh axes (``data,fsdp``). An unreadable one counts as one
-    group of all devices."""
-    if listed := re.fullmatch(r"\{([\d,]+)\}", text):
-        return [np.array([int(n) for n in listed[1].split(",")])]
-    if pair := re.fullmatch(r"(\d+)->(\d+)", text):
-        return [np.array([int(pair[1]), int(pair[2])])]
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        sizes, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
-        members = np.arange(np.prod(dims)).reshape(dims)
-        if iota[3]:
-            members = members.transpose([int(n) for n in iota[3].split(",")])
-        return list(members.reshape(-1, sizes[-1]))
-    devices = np.arange(np.prod(shape)).reshape(shape)
-    names = text.split(",")
-    if set(names) <= set(axes):
-        last = [axes.index(name) for name in names]
-        order = [i for i in range(len(axes)) if i not in last] + last
-        return list(devices.transpose(order).reshape(-1, int(np.prod([shape[i] for i in last]))))
-    return [devices.reshape(-1)]

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl.config import ConfigError, load
 from jaxrl.plan import buffers
@@ -69,10 +68,6 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         chip = chip_of(topology)
         store = Store(request["save"], mesh) if request["save"] else None
 
-        def crosses(group: str) -> bool:
-            slices = np.vectorize(lambda d: getattr(d, "slice_index", 0))(mesh.devices)
-            return "*" in topology and buffers.crosses(group, slices, mesh.axis_names)
-
         listed.sort(key=lambda p: p.phase != "update")  # what most often does not fit, first
         for program in listed:
             if program.name in names and program.name not in request["done"]:
@@ -83,7 +78,7 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
                 if key in request["known"]:
                     tell("known", name=program.name, key=key)
                     continue
-                found = compiled(lowered, chip, crosses, dump)
+                found = compiled(lowered, chip, dump)
                 executable = found.pop("executable", None)
                 if store is not None and executable is not None:
                     store.save(program.name, lowered, executable)
@@ -107,7 +102,7 @@ def fingerprint(lowered: Any, mesh: Any) -> str:
     return hashlib.sha256(f"{order}\n{lowered.as_text()}".encode()).hexdigest()
 
 
-def compiled(lowered: Any, chip: Any, crosses: Callable[[str], bool], dump: Path) -> dict[str, Any]:
+def compiled(lowered: Any, chip: Any, dump: Path) -> dict[str, Any]:
     """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
     "failed"; seconds; the message of a failure; cost, memory and largest buffers; the executable."""
     start = time.monotonic()
@@ -122,8 +117,8 @@ def compiled(lowered: Any, chip: Any, crosses: Callable[[str], bool], dump: Path
         from jaxrl.tpu import program_costs
 
         without, once = program_costs(executable, chip, [0, 1])
-        found["fixed"] = _cost(without, chip, crosses)
-        found["once"] = _cost(once, chip, crosses)
+        found["fixed"] = _cost(without, chip)
+        found["once"] = _cost(once, chip)
         found["executable"] = executable
     memory = buffers.memory(dump)
     found |= {"total_bytes": memory.total, "argument_bytes": memory.arguments, "largest": memory.largest}
@@ -132,16 +127,15 @@ def compiled(lowered: Any, chip: Any, crosses: Callable[[str], bool], dump: Path
     return {**found, "seconds": time.monotonic() - start}
 
 
-def _cost(cost: Any, chip: Any, crosses: Callable[[str], bool]) -> dict[str, float]:
+def _cost(cost: Any, chip: Any) -> dict[str, float]:
     """The figures of ``cost.Usage``; what decode attention reads stands for full pages."""
-    between = sum(c.wire_bytes for c in cost.collectives if crosses(c.group))
     pages = [op for op in cost.operations if "decode_attention" in op[0]]
     return {
         "flops": cost.flops,
         "hbm_bytes": cost.hbm_bytes,
         "compute_seconds": cost.compute_seconds,
-        "ici_bytes": cost.wire_bytes - between,
-        "dcn_bytes": between,
+        "ici_bytes": cost.wire_bytes,
+        "dcn_bytes": cost.dcn_bytes,
         "page_bytes": sum(hbm for _, _, _, hbm, _ in pages),
         "page_seconds": sum(
             max(m or f / chip.flops_per_second, h / chip.hbm_bytes_per_second) for _, _, f, h, m in pages

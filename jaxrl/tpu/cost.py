@@ -39,8 +39,10 @@ _COLLECTIVES = {
     "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,
+    "send": lambda n: 1.0,  # to other slices
 }
 """Share of the full array that a ring of n devices sends per device."""
+_BETWEEN_SLICES = "send"
 _VIEWS = ("bitcast", "copy", "reshape", "transpose", "convert")
 
 
@@ -75,7 +77,11 @@ class Cost:
     for its neighbours."""
     collectives: tuple[Collective, ...]
     wire_bytes: float
+    """Inside a slice."""
+    dcn_bytes: float
+    """To other slices: what the compiler hands to the runtime that sends between them."""
     wire_seconds: float
+    """Inside a slice."""
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -108,7 +114,8 @@ def _cost(module: Module, memory: Any, chip: Chip, trips: int) -> Cost:
         Collective(kind=kind, group_size=size, group=group, count=count, bytes=num_bytes)
         for (kind, size, group), (count, num_bytes) in total.collectives.items()
     )
-    wire = sum(c.wire_bytes for c in collectives)
+    wire = sum(c.wire_bytes for c in collectives if c.kind != _BETWEEN_SLICES)
+    between = sum(c.wire_bytes for c in collectives if c.kind == _BETWEEN_SLICES)
 
     def seconds(flops, hbm, cycles):
         matrix = cycles / chip.clock_hz if cycles else flops / chip.flops_per_second
@@ -124,6 +131,7 @@ def _cost(module: Module, memory: Any, chip: Chip, trips: int) -> Cost:
         compute_seconds=sum(seconds(*values[1:]) for values in total.operations.values()),
         collectives=tuple(sorted(collectives, key=lambda c: -c.wire_bytes)),
         wire_bytes=wire,
+        dcn_bytes=between,
         wire_seconds=wire / chip.ici_bytes_per_second,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -189,6 +197,10 @@ class _Counter:
             total.add(self.of(x.attribute("to_apply") or ""))
         elif x.op == "async-start":
             total.add(self.of(x.attribute("calls") or ""))
+        elif x.op == _BETWEEN_SLICES:
+            names = self.module.computations[computation]
+            sent = names[x.operands[0]].bytes()
+            total.add(_Total(collectives={(_BETWEEN_SLICES, 1, "slices"): (1.0, sent)}))
         elif x.op.removesuffix("-start") in _COLLECTIVES:
             self._collective(computation, x, total)
         else:

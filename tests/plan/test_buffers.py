@@ -1,9 +1,6 @@
-"""What is read from XLA's dumps and from the device groups of HLO."""
+"""What is read from XLA's dumps."""
 
-import numpy as np
-import pytest
-
-from jaxrl.plan.buffers import crosses, groups, memory
+from jaxrl.plan.buffers import memory
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 512, thread-local:
@@ -35,22 +32,3 @@ def test_memory_is_the_sum_of_allocations_in_hbm(tmp_path):
 
 def test_an_empty_dump_says_nothing(tmp_path):
     assert memory(tmp_path).total == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{0,2,4,6}", [[0, 2, 4, 6]]),
-        ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("3->4", [[3, 4]]),
-        ("data", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        ("fsdp,tensor", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("something new", [list(range(8))]),
-    ],
-)
-def test_groups_of_devices(text, expected):
-    axes = ("data", "fsdp", "tensor")
-    assert [list(g) for g in groups(text, (2, 2, 2), axes)] == expected
-    slices = np.array([0] * 4 + [1] * 4).reshape(2, 2, 2)
-    assert crosses(text, slices, axes) == any(min(g) < 4 <= max(g) for g in expected)

@@ -59,6 +59,17 @@ def test_wire_bytes_of_a_gather_and_a_reduction():
     assert cost.wire_bytes == 512 * 256 * 4 * 2 * 3 / 4
 
 
+def test_what_goes_to_another_slice_is_counted_apart():
+    mesh = topology_mesh("2*v5e:2x2", MeshConfig(data=2, fsdp=2, tensor=2))
+
+    def total(x):
+        return jax.lax.with_sharding_constraint(x.sum(0), NamedSharding(mesh, P()))
+
+    x = ((1024, 1024), jnp.float32, P(("data", "fsdp")))
+    cost = program_cost(compiled(total, mesh, x), CHIPS["v5e"])
+    assert cost.dcn_bytes == 1024 * 4 and cost.wire_bytes == 1024 * 4 * 2 / 2
+
+
 def test_hbm_bytes_and_donation():
     mesh = topology_mesh("v5e:2x2", MeshConfig())
     big = ((64, 2**20), jnp.float32, P())
