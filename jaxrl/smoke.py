@@ -465,7 +465,7 @@ def main(argv: Sequence[str]) -> int:
         code = error.code
     finally:
         stages.print()
-        if code or given.keep:
+        if given.keep or (code and any(folder.iterdir())):
             print(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import tempfile
 
 import jax
 import pytest
@@ -42,8 +43,9 @@ def test_every_axis_of_several_devices_has_two():
 
 
 @pytest.fixture
-def arguments(fixtures, tmp_path):
-    """Of a GSM8K-shaped run on the tiny Qwen3, for a slice of 64 devices."""
+def arguments(fixtures, tmp_path, monkeypatch):
+    """Of a GSM8K-shaped run on the tiny Qwen3, for a slice of 32 devices."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = tmp_path / "run.yaml"
     config.write_text(f"""
 name: gsm8k
