@@ -20,6 +20,7 @@ from jaxrl.tpu import chip_of
 
 LEFT_OUT = (
     "the host's work: rewards and environments, tokenizing, packing, scheduling between dispatches",
+    "copies to and from host memory (offloaded moments and activations)",
     "the latency of small collectives, and contention where several share a link",
     "compilation and loading at the start, evaluation, checkpoints",
     "the tail of a rollout, when few sequences are left (lengths are taken as equal)",
