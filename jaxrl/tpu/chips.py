@@ -1,6 +1,6 @@
 """Published figures of TPU chips, per device as JAX counts them.
 
-Sources, read in November 2026:
+Sources:
 
     FLOP/s, HBM GB/s     Google Cloud, "TPU architecture" pages of each version
                          (cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x)

@@ -32,13 +32,14 @@ def score(pool, completions, columns=None, **kwargs):
 
 
 def gone(pid):
-    """Whether a process has ended (a zombie has) within 40 seconds."""
+    """Whether a process has ended within 40 seconds: a zombie has, once its other threads have too."""
     for _ in range(800):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            threads = os.listdir(f"/proc/{pid}/task")
         except (FileNotFoundError, ProcessLookupError):
             return True
-        if state == "Z":
+        if state == "Z" and len(threads) == 1:
             return True
         time.sleep(0.05)
     return False
