@@ -23,7 +23,7 @@ AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which rows of a batch are spread, in both views."""
 
-_TENSOR_PARALLEL: dict[str, tuple[str, ...]] = {
+_TENSOR_PARALLEL = {
     name: ("tensor",) for name in ("vocab", "head_vocab", "heads", "kv_heads", "mlp", "experts", "sequence")
 }
 RULES: dict[View, dict[str, tuple[str, ...]]] = {
