@@ -23,16 +23,13 @@ AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which rows of a batch are spread, in both views."""
 
-_TENSOR_PARALLEL = {
-    name: ("tensor",) for name in ("vocab", "head_vocab", "heads", "kv_heads", "mlp", "experts", "sequence")
+_TENSOR_PARALLEL = {name: "tensor" for name in ("vocab", "heads", "kv_heads", "mlp", "experts")}
+RULES: dict[View, dict[str, str]] = {
+    "train": {**_TENSOR_PARALLEL, "embed": "fsdp", "sequence": "tensor"},
+    "rollout": {**_TENSOR_PARALLEL, "sequence": "tensor"},
 }
-RULES: dict[View, dict[str, tuple[str, ...]]] = {
-    "train": {**_TENSOR_PARALLEL, "embed": ("fsdp",), "head_vocab": ("tensor", "fsdp")},
-    "rollout": _TENSOR_PARALLEL,
-}
-"""Logical axis -> mesh axes; an axis that is not named is replicated.
+"""Logical axis -> mesh axis; an axis that is not named is replicated.
 
-The rows of an output head of its own lie over fsdp too, as ``ops.token_log_probs`` reads them.
 Tokens of a row ("sequence") lie over tensor between the matrix products of a layer: what norms and residuals
 read and keep is split, and the products' sums arrive as reduce-scatters (Korthikanti et al.,
 arXiv:2205.05198)."""
@@ -129,19 +126,17 @@ def rollout_mesh(mesh: Mesh, tensor: int | None = None) -> Mesh:
 def spec_for(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | None, view: View = "train"
 ) -> PartitionSpec:
-    """PartitionSpec of an array whose dimensions carry ``logical_axes``. Of a dimension's mesh axes, the last
-    ones are left out until the rest divides it; a mesh axis is used once (the first dimension that asks for
-    it gets it)."""
+    """PartitionSpec of an array whose dimensions carry ``logical_axes``. A dimension that its mesh axis does
+    not divide stays replicated, and a mesh axis is used once (the first dimension that asks for it gets
+    it)."""
     if mesh is None:
         return PartitionSpec()
-    entries: list[tuple[str, ...]] = []
+    entries: list[str | None] = []
     for name, size in zip(logical_axes, shape, strict=True):
-        used = {axis for entry in entries for axis in entry}
-        axes = tuple(a for a in RULES[view].get(name or "", ()) if a not in used)
-        while size % math.prod(mesh.shape[a] for a in axes):
-            axes = axes[:-1]
-        entries.append(axes)
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+        axis = RULES[view].get(name) if name else None
+        fits = axis is not None and axis not in entries and size % mesh.shape[axis] == 0
+        entries.append(axis if fits else None)
+    return PartitionSpec(*entries)
 
 
 def named(mesh: Mesh, specs):

@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
         )
         self.norm = RMSNorm(config, (d,), (None,), dtype=dtype)
         if not config.tie_embeddings:
-            self.head = param(rngs, (v, d), ("head_vocab", "embed"), dtype, d)
+            self.head = param(rngs, (v, d), ("vocab", "embed"), dtype, d)
 
     def context(
         self,
