@@ -13,8 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.config import from_dict
 from jaxrl.plan.compile import Compilation
 from jaxrl.programs import PHASES
+from jaxrl.rewards.config import RewardModelArgs
 from jaxrl.settings import RunConfig
 from jaxrl.tpu import chip_of
 
@@ -182,7 +184,8 @@ def calls(loop: Mapping[str, Any], config: RunConfig, assumed: Assumed) -> dict[
         found["append"] = (appends, chunks)
     for term in config.rewards.terms:
         if term.is_model:
-            found[term.title] = (math.ceil(sequences / term.args.get("batch_rows", 8)), 1)
+            rows = from_dict(RewardModelArgs, term.args, "rewards.terms").batch_rows
+            found[term.title] = (math.ceil(sequences / rows), 1)
     return found
 
 
