@@ -2,8 +2,8 @@
 
 Each program's FLOPs, bytes and wire bytes are those of its HLO (``jaxrl.tpu.program_cost``); how often it
 runs follows from the config and two assumptions, tokens of a prompt and of a completion. Seconds are a
-roofline at the chip's published peak rates, between two extremes: sending while computing (the larger of both
-times) and one after the other (their sum).
+roofline at the chip's published peak rates, between two extremes: computing, sending and copying to and from
+host memory at once (the longest of these times) and one after the other (their sum).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from jaxrl.tpu import chip_of
 
 LEFT_OUT = (
     "the host's work: rewards and environments, tokenizing, packing, scheduling between dispatches",
-    "copies to and from host memory (offloaded moments and activations)",
     "the latency of small collectives, and contention where several share a link",
     "compilation and loading at the start, evaluation, checkpoints",
     "the tail of a rollout, when few sequences are left (lengths are taken as equal)",
@@ -47,16 +46,18 @@ class Usage:
     hbm_bytes: float = 0.0
     ici_bytes: float = 0.0
     dcn_bytes: float = 0.0
+    host_bytes: float = 0.0
     compute_seconds: float = 0.0
     """Matrix unit or HBM, whichever each operation waits for."""
     wire_seconds: float = 0.0
+    host_seconds: float = 0.0
     least_seconds: float = 0.0
-    """Computing and sending at once."""
+    """All three at once."""
 
     @property
     def most_seconds(self) -> float:
         """One after the other."""
-        return self.compute_seconds + self.wire_seconds
+        return self.compute_seconds + self.wire_seconds + self.host_seconds
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -145,14 +146,17 @@ def _usage(
     empty = 1.0 - min(1.0, filled)
     compute = total["compute_seconds"] - empty * total["page_seconds"] + attention / chip.flops_per_second
     wire = total["ici_bytes"] / chip.ici_bytes_per_second + total["dcn_bytes"] / chip.dcn_bytes_per_second
+    host = total["host_bytes"] / chip.host_bytes_per_second
     return Usage(
         flops=total["flops"] + attention,
         hbm_bytes=total["hbm_bytes"] - empty * total["page_bytes"],
         ici_bytes=total["ici_bytes"],
         dcn_bytes=total["dcn_bytes"],
+        host_bytes=total["host_bytes"],
         compute_seconds=compute,
         wire_seconds=wire,
-        least_seconds=max(compute, wire),
+        host_seconds=host,
+        least_seconds=max(compute, wire, host),
     )
 
 

@@ -173,7 +173,7 @@ class Guesser:
             ),
             seconds=self._rollout_seconds(slots, rollout_tensor, weights)
             + self._update_seconds(data, fsdp, tensor, tokens, remat)
-            + (2 * moments / 30e9 if memory == "pinned_host" else 0),  # over PCIe, both ways
+            + self._host_seconds(shards, tensor, remat, moments if memory == "pinned_host" else 0),
             update_bytes=resting_update + gradients + activations + layer + _RESERVE,
             rollout_bytes=resting + (kept * a_sequence if whole else budget * GIB) + _RESERVE,
         )
@@ -209,6 +209,14 @@ class Guesser:
         updates = self.config.algo.updates_per_rollout
         scored = self.config.algo.needs_old_log_probs + self.config.algo.uses_reference
         return micro_batches * one * (updates + scored / 3 * self.config.algo.num_minibatches)
+
+    def _host_seconds(self, shards: int, tensor: int, remat: str, moments: float) -> float:
+        """Moments and inputs of layers to host memory and back."""
+        m, updates = self.model, self.config.algo.updates_per_rollout
+        inputs = (
+            2 * m.num_layers * m.hidden_size * self._tokens / shards / tensor if remat == "offload" else 0
+        )
+        return 2 * updates * (moments + inputs) / self.chip.host_bytes_per_second
 
     def _rollout_seconds(self, slots: int, tensor: int, weights: float) -> float:
         m, chip = self.model, self.chip

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxrl.plan.cost import LEFT_OUT
 from jaxrl.plan.ledger import Phase, largest
-from jaxrl.plan.table import Plan, amount, gib, money, rows, span
+from jaxrl.plan.table import Plan, amount, gib, money, rows, span, traffic
 from jaxrl.report.page import document, escape, tiles
 
 _STYLE = """
@@ -121,14 +121,15 @@ def _largest(plan: Plan) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    several = "*" in plan.compilation.topology
-    between = ["DCN GB"] if several else []
-    head = ("program", "calls", "TFLOP", "HBM GB", "ICI GB", *between, "compute s", "wire s", "seconds")
+    moved = traffic(plan.estimate)
+    seconds = {"compute s": "compute_seconds", "wire s": "wire_seconds"}
+    seconds |= {"host s": "host_seconds"} if "host GB" in moved else {}
+    head = ("program", "calls", "TFLOP", *moved, *seconds, "seconds")
     body = []
     for name, (calls, u) in [*plan.estimate.programs.items(), *_phases(plan)]:
-        numbers = [u.flops / 1e12, u.hbm_bytes / 1e9, u.ici_bytes / 1e9]
-        numbers += [u.dcn_bytes / 1e9] if several else []
-        cells = [amount(x) for x in (*numbers, u.compute_seconds, u.wire_seconds)]
+        bytes_moved = [getattr(u, key) / 1e9 for key in moved.values()]
+        numbers = [u.flops / 1e12, *bytes_moved, *(getattr(u, key) for key in seconds.values())]
+        cells = [amount(x) for x in numbers]
         body.append((name, f"{calls:,.4g}" if calls else "", *cells, span((u.least_seconds, u.most_seconds))))
     return _table(head, body)
 

@@ -195,17 +195,15 @@ def _largest(plan: Plan) -> Table:
 
 def cost_table(plan: Plan) -> Table:
     """Programs of a step."""
-    several = "*" in plan.compilation.topology
+    cost = plan.estimate
+    moved = traffic(cost)
     table = Table(title="A step, by arithmetic on the compiled programs", title_justify="left")
     table.add_column("", no_wrap=True)
-    for title in ("calls", "TFLOP", "HBM GB", "ICI GB", *(["DCN GB"] if several else []), "seconds"):
+    for title in ("calls", "TFLOP", *moved, "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
-    cost = plan.estimate
 
     def add(name: str, calls: str, u: Usage) -> None:
-        numbers = [u.flops / 1e12, u.hbm_bytes / 1e9, u.ici_bytes / 1e9]
-        numbers += [u.dcn_bytes / 1e9] if several else []
-        cells = [amount(x) for x in numbers]
+        cells = [amount(x) for x in (u.flops / 1e12, *(getattr(u, key) / 1e9 for key in moved.values()))]
         table.add_row(name, calls, *cells, span((u.least_seconds, u.most_seconds)))
 
     for name, (calls, usage) in cost.programs.items():
@@ -214,6 +212,13 @@ def cost_table(plan: Plan) -> Table:
     for name, usage in cost.phases.items():
         add(f"[bold]all of {name}[/bold]", "", usage)
     return table
+
+
+def traffic(cost: Estimate) -> dict[str, str]:
+    """Columns of what moves: title -> field of ``Usage``; other slices and host memory where there is any."""
+    always = {"HBM GB": "hbm_bytes", "ICI GB": "ici_bytes"}
+    some = {"DCN GB": "dcn_bytes", "host GB": "host_bytes"}
+    return always | {t: key for t, key in some.items() if any(getattr(u, key) for u in cost.phases.values())}
 
 
 def totals(plan: Plan) -> list[str]:

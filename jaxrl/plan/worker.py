@@ -136,6 +136,7 @@ def _cost(cost: Any, chip: Any) -> dict[str, float]:
         "compute_seconds": cost.compute_seconds,
         "ici_bytes": cost.wire_bytes,
         "dcn_bytes": cost.dcn_bytes,
+        "host_bytes": cost.host_bytes,
         "page_bytes": sum(hbm for _, _, _, hbm, _ in pages),
         "page_seconds": sum(
             max(m or f / chip.flops_per_second, h / chip.hbm_bytes_per_second) for _, _, f, h, m in pages

@@ -7,6 +7,8 @@ Sources:
     ICI GB/s             the same pages' totals over a chip's links; per axis as "How to Scale Your Model"
                          (jax-ml.github.io/scaling-book, chapter 2) has them
     DCN GB/s             the same chapter's egress of a chip; TPU7x: its Google Cloud page
+    host GB/s            the same chapter: about 15 a chip, 32 for v6e, 16 for v4; TPU7x: none is
+                         published, so as v6e
     HBM bytes            what libtpu's compiler lets one program use
     clock                what turns the compiler's cycle estimates into seconds
 """
@@ -31,6 +33,8 @@ class Chip:
     """Of one mesh axis, both directions together: what a ring over one axis moves."""
     dcn_bytes_per_second: float
     """To other slices."""
+    host_bytes_per_second: float
+    """To or from the memory of its host, one way at a time."""
     clock_hz: float
     devices_per_chip: int = 1
 
@@ -43,6 +47,7 @@ _CHIPS = (
         hbm_bytes_per_second=614e9,
         ici_bytes_per_second=45e9,
         dcn_bytes_per_second=3.125e9,
+        host_bytes_per_second=8e9,
         clock_hz=1.05e9,
         devices_per_chip=2,
     ),
@@ -53,6 +58,7 @@ _CHIPS = (
         hbm_bytes_per_second=819e9,
         ici_bytes_per_second=90e9,
         dcn_bytes_per_second=3.125e9,
+        host_bytes_per_second=15e9,
         clock_hz=1.5e9,
     ),
     Chip(
@@ -62,6 +68,7 @@ _CHIPS = (
         hbm_bytes_per_second=2765e9,
         ici_bytes_per_second=180e9,
         dcn_bytes_per_second=6.25e9,
+        host_bytes_per_second=15e9,
         clock_hz=1.75e9,
     ),
     Chip(
@@ -71,6 +78,7 @@ _CHIPS = (
         hbm_bytes_per_second=1640e9,
         ici_bytes_per_second=180e9,
         dcn_bytes_per_second=12.5e9,
+        host_bytes_per_second=32e9,
         clock_hz=1.75e9,
     ),
     Chip(
@@ -80,6 +88,7 @@ _CHIPS = (
         hbm_bytes_per_second=3690e9,
         ici_bytes_per_second=90e9,
         dcn_bytes_per_second=6.25e9,
+        host_bytes_per_second=16e9,
         clock_hz=1.9e9,
         devices_per_chip=2,
     ),

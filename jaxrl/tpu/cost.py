@@ -8,6 +8,7 @@ XLA's own ``cost_analysis`` counts a loop's body once and knows nothing of colle
                  updates at the size of the slice, an asynchronous pair once
     MXU seconds  the compiler's own cycle estimates of matrix products
     wire bytes   what a ring sends per device for each collective
+    host bytes   copies to and from pinned host memory
 
 FLOPs and HBM bytes are exact for the program; the seconds are estimates that rank programs, no speeds.
 """
@@ -82,6 +83,8 @@ class Cost:
     """To other slices: what the compiler hands to the runtime that sends between them."""
     wire_seconds: float
     """Inside a slice."""
+    host_bytes: float
+    """To and from host memory, both added."""
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -133,6 +136,7 @@ def _cost(module: Module, memory: Any, chip: Chip, trips: int) -> Cost:
         wire_bytes=wire,
         dcn_bytes=between,
         wire_seconds=wire / chip.ici_bytes_per_second,
+        host_bytes=total.host,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
@@ -150,6 +154,7 @@ class _Total:
     flops: float = 0.0
     hbm: float = 0.0
     cycles: float = 0.0
+    host: float = 0.0
     collectives: dict[tuple[str, int, str], tuple[float, float]] = dataclasses.field(default_factory=dict)
     operations: dict[str, tuple[float, float, float, float]] = dataclasses.field(default_factory=dict)
 
@@ -157,6 +162,7 @@ class _Total:
         self.flops += other.flops * times
         self.hbm += other.hbm * times
         self.cycles += other.cycles * times
+        self.host += other.host * times
         tables: Any = ((self.collectives, other.collectives), (self.operations, other.operations))
         for mine, theirs in tables:
             for key, values in theirs.items():
@@ -207,7 +213,7 @@ class _Counter:
             self._operation(computation, x, total)
 
     def _operation(self, computation: str, x: Instruction, total: _Total) -> None:
-        flops = 0.0
+        flops = host = 0.0
         names = self.module.computations[computation]
         if x.op == "custom-call":
             target = re.search(r'custom_call_target="([^"]+)"', x.attributes)
@@ -225,11 +231,8 @@ class _Counter:
             hbm = 0.0 if inside and not flops else self._fusion_bytes(names, x, called)
         elif x.op in ("convolution", "dot"):
             flops, hbm = _product_flops(names, x), _operand_bytes(names, x) + x.bytes(hbm_only=True)
-        elif x.op == "copy-start":  # (destination, source, context)
-            hbm = sum(a.num_bytes for a in x.arrays[:2] if a.in_hbm)
-        elif x.op == "slice-start":
-            target_array = x.arrays[-2] if len(x.arrays) > 1 else x.arrays[-1]
-            hbm = target_array.num_bytes * (2 if target_array.in_hbm else 1)
+        elif x.op.endswith("-start"):
+            hbm, host = _asynchronous_copy(names, x)
         elif x.op in ("dynamic-slice", "slice", "gather"):
             hbm = 2 * x.bytes(hbm_only=True)
         elif x.op == "dynamic-update-slice":
@@ -242,7 +245,7 @@ class _Counter:
         cycles = float(found[1]) if flops and found else 0.0
         origin = re.search(r'op_name="([^"]*)"', x.attributes)
         key = f"{x.op} {origin[1][-100:] if origin else x.name}"
-        total.add(_Total(flops, hbm, cycles, {}, {key: (1.0, flops, hbm, cycles)}))
+        total.add(_Total(flops, hbm, cycles, host, operations={key: (1.0, flops, hbm, cycles)}))
 
     @staticmethod
     def _kernel(names, x: Instruction) -> tuple[float, float]:
@@ -347,6 +350,18 @@ class _Counter:
             if root.op != "tuple":
                 return self._written(called, root, depth + 1)
         return 0.0 if x.op == "parameter" else x.bytes()
+
+
+def _asynchronous_copy(names, x: Instruction) -> tuple[float, float]:
+    """(HBM bytes, host bytes) of a copy of a whole array, out of one, or into one."""
+    source, target = names[x.operands[0]].arrays[0], x.arrays[0]  # (target, source, context)
+    if x.op == "dynamic-update-slice-start":
+        source, target = names[x.operands[1]].arrays[0], source
+    elif x.op != "copy-start":  # ((source, indices), target, context)
+        target = x.arrays[-2]
+    size = min(source.num_bytes, target.num_bytes)
+    ends = source, target
+    return size * sum(a.in_hbm for a in ends), size * any(a.on_host for a in ends)
 
 
 def _operand_bytes(names, x: Instruction) -> float:

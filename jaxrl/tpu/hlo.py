@@ -21,7 +21,9 @@ class Array:
     dtype: str
     shape: tuple[int, ...]
     in_hbm: bool
-    """Memory space 0; others are on-chip."""
+    """Memory space 0; others are on-chip, or the host's."""
+    on_host: bool = False
+    """Memory space 5: pinned host memory."""
 
     @property
     def num_bytes(self) -> float:
@@ -95,7 +97,8 @@ def arrays(result_type: str) -> tuple[Array, ...]:
             continue
         space = re.search(r"S\((\d+)\)", layout)
         shape = tuple(int(d) for d in dims.split(",")) if dims else ()
-        found.append(Array(dtype, shape, space is None or space[1] == "0"))
+        where = space[1] if space else "0"
+        found.append(Array(dtype, shape, where == "0", where == "5"))
     return tuple(found)
 
 

@@ -51,7 +51,7 @@ def listed(name, phase, *given, makes=(), attention_flops=0.0):
 def program(name, arguments, temporaries, *, status="compiled", fixed=0.0, each=0.0, **once):
     def cost(seconds):
         zero = dict.fromkeys(
-            ("flops", "hbm_bytes", "ici_bytes", "dcn_bytes", "page_bytes", "page_seconds"), 0.0
+            ("flops", "hbm_bytes", "ici_bytes", "dcn_bytes", "host_bytes", "page_bytes", "page_seconds"), 0.0
         )
         return {**zero, **once, "compute_seconds": seconds}
 

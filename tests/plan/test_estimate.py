@@ -6,6 +6,7 @@ import pytest
 from synthetic import compilation, config
 
 from jaxrl.plan.cost import Assumed, calls, concurrent, estimate, micro_batches
+from jaxrl.plan.table import traffic
 
 ASSUMED = Assumed(prompt_tokens=128, new_tokens=256)
 
@@ -39,6 +40,24 @@ def test_what_is_sent_between_slices_is_slower(tmp_path):
         dataclasses.replace(c, compiled={**c.compiled, "update": update}), config(tmp_path), ASSUMED
     )
     assert found.programs["update"][1].wire_seconds == pytest.approx(1.0)
+
+
+def test_copies_to_host_memory_are_hidden_at_best_and_waited_for_at_worst(tmp_path):
+    """The moments' way: once an update, however many micro-batches it has."""
+    c = compilation()
+    update = c.compiled["update"]
+    moments = {"host_bytes": 30e9}
+    update = dataclasses.replace(update, fixed=update.fixed | moments, once=update.once | moments)
+    before = estimate(c, config(tmp_path), ASSUMED).programs["update"][1]
+    c = dataclasses.replace(c, compiled={**c.compiled, "update": update})
+    found = estimate(c, config(tmp_path), ASSUMED)
+    after = found.programs["update"][1]
+    assert after.host_seconds == pytest.approx(2.0)  # 15 GB a second
+    assert after.least_seconds == before.least_seconds > 2.0
+    assert after.most_seconds == pytest.approx(before.most_seconds + 2.0)
+    assert "host GB" in traffic(found) and "host GB" not in traffic(
+        estimate(compilation(), config(tmp_path), ASSUMED)
+    )
 
 
 def test_chips_of_two_devices_count_once(tmp_path):

@@ -106,3 +106,26 @@ def test_every_chip_has_topologies_and_a_mesh_of_the_right_size():
     assert topology_mesh("v5p:2x2x1", MeshConfig(data=1, fsdp=2, tensor=2)).shape["fsdp"] == 2
     with pytest.raises(ConfigError, match="16 devices"):
         topology_mesh("v5e:4x4", MeshConfig(data=3))
+
+
+def test_copies_to_host_memory_are_counted_and_slices_at_their_size():
+    mesh = topology_mesh("v5e:2x2", MeshConfig())
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    device = NamedSharding(mesh, P(), memory_kind="device")
+    kept = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=host)
+
+    def decay(kept):
+        return jax.device_put(jax.device_put(kept, device) * 0.5, host)
+
+    cost = program_cost(jax.jit(decay, donate_argnums=0).lower(kept).compile(), CHIPS["v5e"])
+    assert cost.host_bytes == 2 * 4 * 1024**2
+
+    def total(kept):
+        def body(carry, i):
+            row = jax.lax.dynamic_slice_in_dim(kept, i * 128, 128)
+            return carry + jax.device_put(row, device).sum(), None
+
+        return jax.lax.scan(body, 0.0, jnp.arange(4))[0]
+
+    cost = program_cost(jax.jit(total).lower(kept).compile(), CHIPS["v5e"])
+    assert cost.host_bytes == 4 * 128 * 4 * 1024
