@@ -17,10 +17,11 @@ from rich.console import Console
 from jaxrl.config import ConfigError, load, run_cli, to_dict
 from jaxrl.plan import auto
 from jaxrl.plan.advice import changes
-from jaxrl.plan.compile import Compilation, CompilerDied, compile_run
+from jaxrl.plan.compile import Compilation, compile_run
 from jaxrl.plan.cost import Assumed, estimate
 from jaxrl.plan.ledger import ledger
 from jaxrl.plan.page import render
+from jaxrl.plan.processes import CompilerDied
 from jaxrl.plan.progress import Progress
 from jaxrl.plan.table import Plan, show
 from jaxrl.settings import RunConfig, parse
@@ -44,8 +45,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--overlay is written by --auto only")
     if given.save and given.auto:
         raise ConfigError("--save is of one run: plan the overlay that --auto writes with --save")
-    if given.candidates < 1:
-        raise ConfigError(f"--candidates {given.candidates}: needs at least 1")
+    for name in ("candidates", "processes"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"--{name} {getattr(given, name)}: needs at least 1")
     console = Console(stderr=given.json == "-")
     if not console.is_terminal:
         console.width = 120
@@ -61,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
                 total_updates=updates,
                 every_shape=given.every_shape,
                 save=given.save,
+                processes=given.processes,
                 report=progress.report,
             )
     except CompilerDied as error:
@@ -77,7 +80,14 @@ def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, co
     if config.algo.supervised:
         raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
     with Progress(console) as progress:
-        tried = auto.search(config, given.topology, assumed, wanted=given.candidates, report=progress.report)
+        tried = auto.search(
+            config,
+            given.topology,
+            assumed,
+            wanted=given.candidates,
+            processes=given.processes,
+            report=progress.report,
+        )
     auto.show(tried, console)
     best = tried[0]
     plan = make_plan(best.config, best.compilation, assumed, given.price_per_chip_hour)
@@ -163,6 +173,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--candidates", type=int, default=3, metavar="N", help="--auto: how many that fit to compile (3)")
     add("--overlay", metavar="FILE", help="--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)")
     add("--save", metavar="DIR", help="keep every executable there (gs:// too), for train executables=DIR")
+    add("--processes", type=int, default=2, metavar="N", help="that compile, 2 to 7 GiB of memory each (2)")
     add("--json", metavar="FILE", help="write all figures; - for stdout")
     add("--page", metavar="FILE", help="write an HTML page with a bar for each phase")
 

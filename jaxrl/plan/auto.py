@@ -56,6 +56,7 @@ def search(
     assumed: Assumed,
     *,
     wanted: int,
+    processes: int = 2,
     report: Report,
     tell: Any = lambda tried: None,
 ) -> list[Tried]:
@@ -86,7 +87,13 @@ def search(
         chosen = applied(config, guess.candidate)
         updates = (chosen.steps or 1000) * chosen.algo.updates_per_rollout
         c = compile_run(
-            chosen, topology, total_updates=updates, report=report, cache=cache, stop_at_misfit=True
+            chosen,
+            topology,
+            total_updates=updates,
+            processes=processes,
+            report=report,
+            cache=cache,
+            stop_at_misfit=True,
         )
         tried = Tried(
             candidate=guess.candidate,

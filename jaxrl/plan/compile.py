@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import ConfigError, to_yaml
+from jaxrl.plan.processes import Worker
 from jaxrl.settings import RunConfig
 from jaxrl.tpu import compiler_missing, split_topology
 
@@ -58,12 +59,8 @@ class Compilation:
         return [c for c in self.compiled.values() if c.status == "failed"]
 
 
-class CompilerDied(Exception):
-    """The compiling process ended before it had anything to say."""
-
-
-Report = Callable[[str, int, int], None]
-"""(what is compiled now, number, of how many)"""
+Report = Callable[[str], AbstractContextManager[Any]]
+"""Around each piece of work, in the thread that waits for it; what it is told is for people."""
 
 
 def compile_run(
@@ -73,7 +70,8 @@ def compile_run(
     total_updates: int = 1000,
     every_shape: bool = False,
     save: str | None = None,
-    report: Report = lambda *_: None,
+    processes: int = 2,
+    report: Report = contextlib.nullcontext,
     cache: dict[str, Compiled] | None = None,
     stop_at_misfit: bool = False,
 ) -> Compilation:
@@ -82,6 +80,7 @@ def compile_run(
 
     Args:
         total_updates: of the run; the learning rate's schedule is part of the update.
+        processes: that compile, each one program at a time.
         cache: programs that were compiled before, by what they are lowered to; new ones are put in.
         stop_at_misfit: end with the first program that does not fit by itself; the others are left out.
 
@@ -92,6 +91,7 @@ def compile_run(
     if missing := compiler_missing():
         raise ConfigError(f"planning needs the TPU compiler: {missing}")
     start = time.monotonic()
+    cache = {} if cache is None else cache
     with tempfile.TemporaryDirectory(prefix="jaxrl-plan-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(to_yaml(config))
@@ -101,85 +101,68 @@ def compile_run(
             "total_updates": total_updates,
             "every_shape": every_shape or save is not None,
             "save": save,
-            "stop_at_misfit": stop_at_misfit,
+            "known": list(cache),
         }
-        cache = {} if cache is None else cache
-        report("reading the model", 0, 0)
-        described: dict[str, Any] = {}
-        found: dict[str, Compiled] = {}
-        while not described or len(found) < len(described["names"]):
-            for answer in _ask({**request, "done": list(found), "known": list(cache)}):
-                if answer["kind"] == "described":
-                    described = described or answer
-                elif answer["kind"] == "compiling":
-                    report(answer["name"], len(found) + 1, len(described["names"]))
-                elif answer["kind"] == "known":
-                    found[answer["name"]] = dataclasses.replace(cache[answer["key"]], name=answer["name"])
-                else:
-                    found[answer["name"]] = _compiled(answer)
-                    if "key" in answer:
-                        cache[answer["key"]] = found[answer["name"]]
-            if stop_at_misfit and any(x.status != "compiled" for x in found.values()):
-                break
+        described, found = _compile_all(request, processes, cache, report, stop_at_misfit)
     return Compilation(
         topology=topology,
         model=described["model"],
         facts=described["facts"],
         residents=described["residents"],
         programs=described["programs"],
-        compiled=found,
+        compiled={name: found[name] for name in described["names"] if name in found},
         seconds=time.monotonic() - start,
     )
+
+
+def _compile_all(
+    request: dict[str, Any], processes: int, cache: dict[str, Compiled], report: Report, stop_at_misfit: bool
+) -> tuple[dict[str, Any], dict[str, Compiled]]:
+    """The run's description, and its programs by name: each process takes the next one until none is left."""
+    found: dict[str, Compiled] = {}
+    workers = [Worker(request) for _ in range(processes)]
+    waiting: deque[str] = deque()
+
+    def take(worker: Worker, count: int) -> None:
+        while True:
+            try:
+                name = waiting.popleft()
+            except IndexError:
+                return
+            with report(f"compiling {name} ({count - len(waiting)} of {count})"):
+                answer = worker.compile(name)
+            if answer["kind"] == "known":
+                found[name] = dataclasses.replace(cache[answer["key"]], name=name)
+            else:
+                found[name] = _compiled(answer)
+            if answer["kind"] == "compiled":
+                cache[answer["key"]] = found[name]
+            if stop_at_misfit and found[name].status != "compiled":
+                waiting.clear()
+            if answer["kind"] == "died" and waiting:
+                worker = Worker(request)
+                workers.append(worker)
+
+    try:
+        with report("reading the model"):
+            described = workers[0].description
+        waiting.extend(described["names"])
+        with ThreadPoolExecutor(processes) as threads:
+            try:
+                jobs = [threads.submit(take, worker, len(waiting)) for worker in workers]
+                for job in as_completed(jobs):
+                    job.result()
+            except BaseException:
+                waiting.clear()
+                for worker in workers:
+                    worker.close()
+                raise
+    finally:
+        for worker in workers:
+            worker.close()
+    return described, found
 
 
 def _compiled(answer: dict[str, Any]) -> Compiled:
     fields = {f.name: answer[f.name] for f in dataclasses.fields(Compiled) if f.name in answer}
     return Compiled(**{**fields, "largest": tuple((what, size) for what, size in answer["largest"])})
-
-
-def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A worker's answers. Where it dies over a program, {kind: died, name, ...} is the last one.
-
-    Raises:
-        ConfigError: the worker refused the config, or died before it compiled anything.
-    """
-    read, write = os.pipe()
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    with tempfile.TemporaryFile("w+") as log, os.fdopen(read) as answers:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "jaxrl.plan.worker"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            text=True,
-            pass_fds=[write],
-            env=environment,
-        )
-        os.close(write)
-        try:
-            assert worker.stdin is not None
-            worker.stdin.write(json.dumps({**request, "answers": write}) + "\n")
-            worker.stdin.close()
-            current = None
-            for line in answers:
-                answer = json.loads(line)
-                if answer["kind"] == "refused":
-                    raise ConfigError([tuple(p) for p in answer["problems"]])
-                current = answer["name"] if answer["kind"] == "compiling" else None
-                yield answer
-            code = worker.wait()
-        finally:
-            worker.kill()
-            worker.wait()
-        if code == 0:
-            return
-        log.seek(0)
-        last = "\n".join(log.read().strip().splitlines()[-12:])[-2000:]
-        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        if current is None:
-            raise CompilerDied(f"the compiling process ended ({ended}) before it compiled anything:\n{last}")
-        message = f"the compiling process ended ({ended}): {last}"
-        yield {
-            "kind": "died", "name": current, "status": "failed", "message": message, "seconds": 0.0,
-            "total_bytes": 0, "largest": [],
-        }  # fmt: skip

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 
 
 class Progress:
-    """A line that counts seconds on a terminal; in a log, a line for each program."""
+    """Lines that count seconds on a terminal; in a log, a line for each program that is done."""
 
     def __init__(self, console: Console):
         self._console = console
-        self._began: float | None = None
-        self._name = ""
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress as Live
@@ -31,18 +31,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._finish()
         self._live.stop()
 
-    def report(self, name: str, number: int, count: int) -> None:
-        """Program ``number`` of ``count`` begins."""
-        self._finish()
-        what = f"compiling {name} ({number} of {count})" if count else name
-        self._name, self._began = what, time.monotonic()
-        self._task = self._live.add_task(what, total=None)
-
-    def _finish(self) -> None:
-        if self._began is not None:
-            self._live.remove_task(self._task)
-            self._live.console.print(f"{self._name}: {time.monotonic() - self._began:.0f} s", highlight=False)
-        self._began = None
+    @contextlib.contextmanager
+    def report(self, what: str) -> Iterator[None]:
+        """While it lasts, ``what`` is done; several may be at once, in threads."""
+        task, began = self._live.add_task(what, total=None), time.monotonic()
+        yield
+        self._live.remove_task(task)
+        self._live.console.print(f"{what}: {time.monotonic() - began:.0f} s", highlight=False)

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m jaxrl.plan.worker``, started by ``compile.py``.
 
 The TPU compiler can end its process, and its memory is given back with it, so it runs in one of its own. It
-reads a request (a JSON line) from stdin and writes what it finds, one JSON line each, to the file descriptor
-that the request names.
+reads JSON lines from stdin, a request and then names of programs, and answers each with a JSON line on the
+file descriptor that the request names.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def main() -> None:
 
 
 def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
-    """Describe the run, then compile its programs but those that are done.
+    """Describe the run, then compile the programs that are asked for.
 
-    Answers: {kind: described, names, ...}; for each program {kind: compiling, name} and {kind: compiled,
-    name, ...}; {kind: refused, problems}.
+    Answers: {kind: described, names, ...}; to a name {kind: compiled, name, key, ...}, or {kind: known, name,
+    key} where the request lists it; {kind: refused, problems}.
     """
     dump = Path(tempfile.mkdtemp(prefix="jaxrl-plan-"))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
@@ -63,28 +63,27 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         programs = parts.programs(request["total_updates"])
         listed = loop_programs(parts, programs)
         described = describe(parts, programs, listed)
+        listed.sort(
+            key=lambda p: p.phase != "update"
+        )  # what most often does not fit, and takes longest, first
         names = chosen(described["programs"], every_shape=request["every_shape"])
-        tell("described", model=model, names=names, **described)
-        chip = chip_of(topology)
+        tell("described", model=model, names=[p.name for p in listed if p.name in names], **described)
+        by_name, chip = {p.name: p for p in listed}, chip_of(topology)
         store = Store(request["save"], mesh) if request["save"] else None
 
-        listed.sort(key=lambda p: p.phase != "update")  # what most often does not fit, first
-        for program in listed:
-            if program.name in names and program.name not in request["done"]:
-                tell("compiling", name=program.name)
-                with told_the_device(mesh):
-                    lowered = lower(program)
-                key = fingerprint(lowered, mesh)
-                if key in request["known"]:
-                    tell("known", name=program.name, key=key)
-                    continue
-                found = compiled(lowered, chip, dump)
-                executable = found.pop("executable", None)
-                if store is not None and executable is not None:
-                    store.save(program.name, lowered, executable)
-                tell("compiled", name=program.name, key=key, **found)
-                if found["status"] != "compiled" and request["stop_at_misfit"]:
-                    break
+        for line in sys.stdin:
+            program = by_name[json.loads(line)]
+            with told_the_device(mesh):
+                lowered = lower(program)
+            key = fingerprint(lowered, mesh)
+            if key in request["known"]:
+                tell("known", name=program.name, key=key)
+                continue
+            found = compiled(lowered, chip, dump)
+            executable = found.pop("executable", None)
+            if store is not None and executable is not None:
+                store.save(program.name, lowered, executable)
+            tell("compiled", name=program.name, key=key, **found)
     finally:
         shutil.rmtree(dump, ignore_errors=True)
 
