@@ -21,6 +21,7 @@ from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
 from jaxrl.models.layout import collapse, expand, take
+from jaxrl.ops.activations import activation
 from jaxrl.ops.attention import Implementation, attention
 from jaxrl.ops.decode_attention import Pages, decode_attention, ring_positions
 from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
@@ -120,12 +121,6 @@ def _divides(table: jax.Array, tokens: jax.Array, mesh: Mesh) -> bool:
     (v, d), (b, t) = table.shape, tokens.shape
     tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     return not (v % tensor or t % tensor or d % fsdp or b % batch_shards(mesh))
-
-
-def matrix(weight: nnx.Param, dtype) -> jax.Array:
-    """A weight as one array of ``dtype``, int8 multiplied out."""
-    w: Any = weight[...]
-    return (w.qvalue * w.scale if hasattr(w, "qvalue") else w).astype(dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -237,11 +232,6 @@ def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
     rows = jnp.arange(cache.shape[0])[:, None]
     slots = jnp.where(positions < 0, cache.shape[2], positions % cache.shape[2])
     return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
-
-
-def activation(name: str, x: jax.Array) -> jax.Array:
-    """The gate's nonlinearity: SiLU, or GELU in its tanh form."""
-    return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 class Mlp(nnx.Module):
