@@ -202,11 +202,9 @@ class Attention(nnx.Module):
                 positions = take(positions, layout.source.reshape(len(positions), -1)).reshape(q.shape[:2])
             kv_positions = positions
             if cache is not None:
-                cache = {
-                    "k": _write(cache["k"], k, context.positions),
-                    "v": _write(cache["v"], v, context.positions),
-                }
-                k, v = (cache[name].swapaxes(1, 2).astype(dtype) for name in ("k", "v"))
+                cache = _extended(cache, k, v, context.positions)
+                k = cache["k"].transpose(0, 3, 1, 2).astype(dtype)
+                v = cache["v"].transpose(0, 2, 1, 3).astype(dtype)
                 kv_positions, segments = ring_positions(context.positions.max(1), k.shape[1]), None
             y = attention(
                 q,
@@ -226,12 +224,16 @@ class Attention(nnx.Module):
         return context.project(y, self.out, inputs=2), cache
 
 
-def _write(cache: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """``cache`` [B, K, S, H] with ``new`` [B, T, K, H] at index ``positions`` [B, T] modulo S; negative ones
-    are dropped."""
-    rows = jnp.arange(cache.shape[0])[:, None]
-    slots = jnp.where(positions < 0, cache.shape[2], positions % cache.shape[2])
-    return cache.at[rows, :, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+def _extended(cache: Cache, k: jax.Array, v: jax.Array, positions: jax.Array) -> Cache:
+    """``cache`` {"k": [B, K, H, S], "v": [B, K, S, H]} with new ones [B, T, K, H] at index ``positions``
+    [B, T] modulo S; negative ones are dropped."""
+    rows, length = jnp.arange(len(positions))[:, None], cache["v"].shape[2]
+    slots = jnp.where(positions < 0, length, positions % length)
+    options: Any = dict(mode="drop", unique_indices=True)
+    return {
+        "k": cache["k"].at[rows, :, :, slots].set(k.astype(cache["k"].dtype), **options),
+        "v": cache["v"].at[rows, :, slots].set(v.astype(cache["v"].dtype), **options),
+    }
 
 
 class Mlp(nnx.Module):

@@ -8,7 +8,6 @@ Two layouts of the same parameters: the *train* layout is stacked for ``lax.scan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -123,17 +122,16 @@ class Model:
         rest = {name: value for name, value in params.items() if name not in (STACKED, SINGLE)}
         return {**rest, SINGLE: {str(i): layers[str(i)] for i in range(self.config.num_layers)}}
 
-    def init_cache(
-        self, batch: int | Sequence[int], length: int, dtype: str | None = None
-    ) -> dict[str, Cache]:
-        """Empty cache: for each layer {"k", "v"} [B, K, S, H]. ``batch`` may differ from layer to layer;
+    def init_cache(self, batch: int, length: int, dtype: str | None = None) -> dict[str, Cache]:
+        """Empty cache: for each layer {"k": [B, K, H, S], "v": [B, K, S, H]}, as its products read them.
         ``dtype`` defaults to the compute dtype."""
-        layers = self.config.num_layers
-        sizes = [batch] * layers if isinstance(batch, int) else batch
-        rest, dtype = (self.config.num_kv_heads, length, self.config.head_dim), dtype or self.compute_dtype
+        heads, dim, dtype = self.config.num_kv_heads, self.config.head_dim, dtype or self.compute_dtype
         return {
-            str(i): {"k": jnp.zeros((sizes[i], *rest), dtype), "v": jnp.zeros((sizes[i], *rest), dtype)}
-            for i in range(layers)
+            str(i): {
+                "k": jnp.zeros((batch, heads, dim, length), dtype),
+                "v": jnp.zeros((batch, heads, length, dim), dtype),
+            }
+            for i in range(self.config.num_layers)
         }
 
     def cache_specs(

@@ -33,6 +33,12 @@ def last_hidden(hidden: jax.Array, lengths: jax.Array, before: jax.Array) -> jax
     return jnp.where(inside[:, None], picked, before)
 
 
+def turned(rows: Any) -> Any:
+    """Rows of a cache as ``Model.init_cache`` makes them with their keys [n, K, S, H], as pages hold them; or
+    back."""
+    return {layer: {"k": kv["k"].swapaxes(2, 3), "v": kv["v"]} for layer, kv in rows.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class KvCache:
     """How a cache is laid out; the arrays themselves, {layer: {"k", "v"} [pages, K, page, H]}, are passed
@@ -64,8 +70,13 @@ class KvCache:
         return self.prompt_pages + self.geometry.slots
 
     def empty(self) -> Any:
-        pages = [self.shards * self.geometry.pool_pages(k.window) for k in self.model.config.layers]
-        return self.model.init_cache(pages, self.geometry.page_tokens, self.dtype)
+        config, size = self.model.config, self.geometry.page_tokens
+
+        def pool(window):
+            pages = self.shards * self.geometry.pool_pages(window)
+            return jnp.zeros((pages, config.num_kv_heads, size, config.head_dim), self.dtype)
+
+        return {str(i): {name: pool(layer.window) for name in "kv"} for i, layer in enumerate(config.layers)}
 
     def per_shard(self, function, in_specs, out_specs):
         """``function`` of each shard's own slots and pages."""
@@ -85,14 +96,14 @@ class KvCache:
         return {key: jnp.where(there, pages, 0) for key, pages in found.items()}
 
     def gather(self, cache: Any, tables: Mapping[int, jax.Array]) -> Any:
-        """The pages of n sequences, each as one row [n, K, M * page, H]."""
+        """The pages of n sequences, each as one row of M * page tokens, for ``Model.extend``."""
 
         def rows(pool, table):
             n, width = table.shape
             _, heads, size, dim = pool.shape
             return pool[table].transpose(0, 2, 1, 3, 4).reshape(n, heads, width * size, dim)
 
-        return self._by_layer(self.per_shard(rows, (self.spec, ROWS), self.spec), tables, cache)
+        return turned(self._by_layer(self.per_shard(rows, (self.spec, ROWS), self.spec), tables, cache))
 
     def scatter(self, cache: Any, tables: Mapping[int, jax.Array], rows: Any) -> Any:
         """The inverse of ``gather``. A page that several sequences share is written by each, with what it
@@ -104,7 +115,7 @@ class KvCache:
             return pool.at[table].set(new.reshape(n, heads, width, size, dim).transpose(0, 2, 1, 3, 4))
 
         return self._by_layer(
-            self.per_shard(pages, (self.spec, ROWS, self.spec), self.spec), tables, cache, rows
+            self.per_shard(pages, (self.spec, ROWS, self.spec), self.spec), tables, cache, turned(rows)
         )
 
     def extend(self, params, cache: Any, at, table, tokens, start, length) -> tuple[jax.Array, Any]:
@@ -133,7 +144,7 @@ class KvCache:
         return hidden, self.scatter(cache, tables, rows)
 
     def write(self, prefix: Any, cache: Any, writes: Any) -> Any:
-        """``cache`` with pages of ``prefix`` [rows, K, prompt length, H] in it, as ``plan`` says."""
+        """``cache`` with pages of ``prefix`` (rows of the prompt length) in it, as ``plan`` says."""
         size = self.geometry.page_tokens
         place = self.per_shard(
             lambda pool, new, at: pool.at[at].set(new), (self.spec, self.spec, ROWS), self.spec
@@ -145,7 +156,7 @@ class KvCache:
             pages = new.reshape(n, heads, length // size, size, dim)[rows, :, numbers]
             return place(pool, lax.with_sharding_constraint(pages, NamedSharding(self.mesh, self.spec)), at)
 
-        return self._by_layer(one, writes, cache, prefix)
+        return self._by_layer(one, writes, cache, turned(prefix))
 
     def plan(self, requests: Sequence[tuple[int, int, int, Sequence[int], np.ndarray]]) -> Iterator[Any]:
         """What ``write`` has to be told, call by call, for (slot, row of the prefix, prompt tokens, prompt

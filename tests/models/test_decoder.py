@@ -118,7 +118,7 @@ def test_prefill_in_chunks_equals_the_whole_row(name, reference):
     hidden = np.concatenate([first, second], 1) * c.mask[..., None]
     np.testing.assert_allclose(hidden, c.goldens["hidden_states"][-1], atol=2e-4)
     for layer in cache.values():  # padding wrote nothing
-        assert (np.asarray(layer["k"])[2, :, 9:] == 3.0).all()
+        assert (np.asarray(layer["k"])[2, :, :, 9:] == 3.0).all()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])

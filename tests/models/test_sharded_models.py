@@ -58,7 +58,7 @@ def test_decoding_in_the_rollout_view_is_that_of_one_device(reference):
     hidden, cache = reference.jit(model.extend)(rollout, *rows, cache)
     hidden = np.asarray(hidden).reshape(4, 3, 24, -1) * c.mask[..., None]
     np.testing.assert_allclose(hidden, np.tile(c.goldens["hidden_states"][-1], (4, 1, 1, 1)), atol=2e-4)
-    assert cache["0"]["k"].sharding.shard_shape((12, 2, 32, 16)) == (3, 1, 32, 16)
+    assert cache["0"]["k"].sharding.shard_shape((12, 2, 16, 32)) == (3, 1, 16, 32)
 
 
 def test_init_does_not_depend_on_the_mesh():
