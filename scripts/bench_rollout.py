@@ -72,7 +72,14 @@ def make_prompts(count: int, length: int, vocab: int) -> Prompts:
 def group_speed(model, mesh, params, repeats: int) -> dict[str, float]:
     """4 prompts of 64 tokens x 4 completions of exactly 128 tokens."""
     engine = Engine(
-        model, mesh, slots=16, prefill_rows=4, max_prompt_tokens=64, max_new_tokens=128, steps_per_dispatch=64
+        model,
+        mesh,
+        slots=16,
+        prefill_rows=4,
+        max_prompt_tokens=64,
+        max_new_tokens=128,
+        steps_per_dispatch=128,
+        filters=False,  # as train has it
     )
     prompts = make_prompts(4, 64, model.config.vocab_size)
     key = np.array([0, 1], np.uint32)
