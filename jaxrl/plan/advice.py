@@ -65,7 +65,12 @@ def _sampler(config: RunConfig, c: Compilation, parts: Any) -> Iterator[Change]:
     weights, cache = parts.get(ROLLOUT_PARAMS, 0), parts.get(CACHE, 0)
     if view and (bigger := [n for n in divisors(c.facts["devices"]) if n > view["tensor"]]):
         saved = weights - weights * view["tensor"] // bigger[0]
-        yield _exact(f"rollout.tensor={bigger[0]}", saved, "the sampler's weights over more devices")
+        yield Change(
+            setting=f"rollout.tensor={bigger[0]}",
+            saved_bytes=saved,
+            exact=False,  # kv heads that it does not divide are whole on each device
+            why="the sampler's weights over more devices",
+        )
     if rollout.weight_dtype != "int8":
         wide = 2 if (rollout.weight_dtype or config.model.compute_dtype) == "bfloat16" else 4
         # Embedding and head stay as they are.

@@ -68,10 +68,11 @@ class Guess:
     seconds: float
     update_bytes: float
     rollout_bytes: float
+    refresh_bytes: float
 
     @property
     def worst_bytes(self) -> float:
-        return max(self.update_bytes, self.rollout_bytes)
+        return max(self.update_bytes, self.rollout_bytes, self.refresh_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Guesser:
             + self._update_seconds(data, fsdp, tensor, tokens, remat)
             + self._host_seconds(shards, tensor, remat, moments if memory == "pinned_host" else 0),
             update_bytes=resting_update + gradients + activations + layer + _RESERVE,
+            refresh_bytes=resting + weights,  # the new ones are made beside the old
             rollout_bytes=resting + (kept * a_sequence if whole else budget * GIB) + _RESERVE,
         )
 

@@ -99,17 +99,26 @@ def test_names_of_users_are_escaped(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
-def test_a_tiny_run_is_compiled_and_one_too_large_is_not(tmp_path, capsys):
+def test_each_program_of_the_loop_is_there_and_memory_is_what_the_shapes_say(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(CONFIG)
-    arguments = ["--config", str(tmp_path / "run.yaml"), "--topology", "v5e:2x2", "mesh.tensor=2"]
-    arguments += ["batch.micro_batch_tokens=2048", "--json", "-"]
+    shape = "{hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 1, num_attention_heads: 8}"
+    arguments = ["--config", str(tmp_path / "run.yaml"), "--topology", "v5e:2x2", "--json", "-"]
+    arguments += ["mesh.fsdp=2", "mesh.tensor=2", "rollout.tensor=4", f"model.scratch={shape}"]
+    arguments += ["model.param_dtype=bfloat16", "algo.kl_coef=0.1", "batch.micro_batch_tokens=2048"]
     assert run_cli(plan.main, arguments) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {p["name"] for p in found["phases"]} == {"rollout", "update", "refresh"}
     assert all(p["status"] == "compiled" for p in found["programs"].values())
-    parts = found["phases"][1]["parts"]
-    # Adam's two moments, where the parameters lie.
-    assert parts["optimizer"] == pytest.approx(2 * parts["parameters"], rel=1e-3)
+    assert sorted(name.partition("/")[0] for name in found["programs"]) == [
+        "generate", "prefill", "refresh", "score_reference", "update", "write",
+    ]  # fmt: skip
+    phases = {p["name"]: p["parts"] for p in found["phases"]}
+    assert set(phases) == {"rollout", "scoring", "update", "refresh"}
+    sizes, parameters = phases["update"], found["facts"]["parameters"]
+    assert sizes["parameters"] == pytest.approx(2 * parameters / 4, rel=0.01) == sizes["reference"]
+    assert sizes["optimizer"] == pytest.approx(4 * sizes["parameters"], rel=0.01)  # float32 moments
+    assert sizes["rollout parameters"] == pytest.approx(2 * parameters / 4, rel=0.01)
+    # What the compiler counts as arguments is what the ledger has as residents, to its padding.
+    assert sizes.get("other arguments", 0) < 0.02 * found["programs"]["update"]["argument_bytes"]
 
 
 @pytest.mark.slow
@@ -123,31 +132,3 @@ def test_between_slices_only_the_data_axis_sends(tmp_path):
     assert decode.once["ici_bytes"] > 0 and decode.once["dcn_bytes"] - decode.fixed["dcn_bytes"] < 1e4
     with pytest.raises(ConfigError, match="multiple of 2"):
         compiling.compile_run(config(tmp_path, "mesh.data=1", "mesh.fsdp=8"), "2*v5e:2x2")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
-def test_two_layers_on_sixteen_chips(tmp_path):
-    """The memory of a device is what the shapes say; each program of the loop is there."""
-    shape = "{model_type: qwen3, hidden_size: 1024, intermediate_size: 3072, num_hidden_layers: 2, "
-    shape += "num_attention_heads: 16, num_key_value_heads: 8, head_dim: 128, vocab_size: 32768}"
-    run = config(
-        tmp_path, f"model.scratch={shape}", "mesh.fsdp=4", "mesh.tensor=4", "rollout.tensor=8",
-        "algo.kl_coef=0.1", "batch.micro_batch_tokens=8192", "model.param_dtype=bfloat16",
-    )  # fmt: skip
-    found = compiling.compile_run(run, "v5e:4x4")
-    assert sorted(name.partition("/")[0] for name in found.compiled) == [
-        "generate", "prefill", "refresh", "score_reference", "update", "write",
-    ]  # fmt: skip
-    sizes = {r["name"]: r["device_bytes"] for r in found.residents}
-    parameters = found.facts["parameters"]
-    assert sizes["parameters"] == pytest.approx(2 * parameters / 16, rel=0.01) == sizes["reference"]
-    assert sizes["optimizer"] == pytest.approx(4 * sizes["parameters"], rel=0.01)  # float32 moments
-    assert sizes["rollout parameters"] == pytest.approx(2 * parameters / 8, rel=0.01)
-    room = plan.make_plan(run, found, Assumed(prompt_tokens=128, new_tokens=256)).ledger
-    assert room.fits and {p.name for p in room.phases} == {"rollout", "scoring", "update", "refresh"}
-    update = next(p for p in room.phases if p.name == "update")
-    named = {"parameters", "optimizer", "reference", "rollout parameters", "batch"}
-    assert named < set(update.parts)
-    # What the compiler counts as arguments is what the ledger has as residents, to its padding.
-    assert update.parts.get("other arguments", 0) < 0.02 * found.compiled["update"].argument_bytes
