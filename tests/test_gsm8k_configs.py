@@ -94,8 +94,8 @@ def test_the_mesh_fits_the_topology_of_the_header(name):
 @pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
 @pytest.mark.parametrize("name", ["qwen3_8b"], indirect=True)
 def test_a_plan_of_one_layer_compiles_and_fits(name, capsys):
-    """Tokens, heads, vocabulary and views as they are. Every layer is alike; a quarter of its width stands for
-    it, as kernels take their time to compile (those of the whole width are in tests/tpu)."""
+    """Tokens, heads, vocabulary and views as they are. Every layer is alike, and a quarter of its width
+    stands for it, as kernels take their time to compile (those of the whole width are in tests/tpu)."""
     config = load(RunConfig, ROOT / "configs" / f"{name}_gsm8k.yaml")[0]
     shape = {k: v for k, v in known(config.model.path).config.items() if k in SCRATCH_KEYS}
     quarter = {k: shape[k] // 4 for k in ("hidden_size", "intermediate_size")}
