@@ -247,6 +247,7 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (f, d), ("mlp", "embed"), dtype, 2 * f * config.num_layers)
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
+        x = context.constrain(x, "batch", None, None)
         hidden = activation(self.activation, context.project(x, self.gate)) * context.project(x, self.up)
         return context.project(context.constrain(hidden, "batch", None, "mlp"), self.down), None
 
@@ -285,6 +286,6 @@ class Layer(nnx.Module):
         y, cache = self.attention(whole(self.attention_norm(x)), kind, context, cache)
         y = split(y)
         x = checkpoint_name(x + (self.post_attention_norm(y) if self.sandwich else y), AFTER_ATTENTION)
-        y, router = self.mlp(whole(self.mlp_norm(x)), context)
+        y, router = self.mlp(self.mlp_norm(x), context)
         y = split(y)
         return x + (self.post_mlp_norm(y) if self.sandwich else y), cache, router

@@ -81,10 +81,11 @@ def _forward(x, weights, chosen, gate, up, down, spec: Spec):
         hidden = multiply.forward(rows.to(x), [gate, up], rows.sizes)
         z = _gated(*hidden, rows.of(weights), spec.act).astype(x.dtype)
         y = rows.back(*multiply.forward(z, [down], rows.sizes), chosen.shape)
-        return _sum(y, layout.width), hidden
+        return layout.sum_rows(y), hidden
 
     inputs = (layout.rows, layout.rows, layout.rows, *layout.matrices(gate, up, down))
-    shard = _shard_map(local, spec.mesh, inputs, (layout.rows, P(layout.row_axes, layout.width)))
+    outputs = (layout.summed_rows, P(layout.row_axes, layout.width))
+    shard = _shard_map(local, spec.mesh, inputs, outputs)
     return shard(x, weights, chosen, gate, up, down)
 
 
@@ -104,12 +105,12 @@ def _experts_bwd(spec: Spec, residuals, dy):
         dx = rows.back(multiply.rows(d_hidden, [gate, up], rows.sizes), chosen.shape)
         d_weights = d_weights[rows.inverse].reshape(weights.shape)
         matrices = [layout.sum_matrices(m, axis) for m, axis in ((d_gate, 1), (d_up, 1), (*d_down, 2))]
-        return _sum(dx, layout.width), _sum(d_weights, layout.width), *matrices
+        return layout.sum_rows(dx), layout.sum_rows(d_weights), *matrices
 
     given = layout.matrices(gate, up, down)
     rows = layout.rows
     inputs = (rows, rows, rows, *given, P(layout.row_axes, layout.width), rows)
-    outputs = (rows, rows, *layout.gradients())
+    outputs = (layout.summed_rows, layout.summed_rows, *layout.gradients())
     shard = _shard_map(local, spec.mesh, inputs, outputs)
     dx, d_weights, *matrices = shard(x, weights, chosen, gate, up, down, hidden, dy)
     return dx, d_weights, None, *(Matrices(m) for m in matrices)
@@ -148,16 +149,30 @@ class _Rows:
 
 
 class _Layout(NamedTuple):
-    """Mesh axes over which tokens and experts' width are split, and those the gradients of the matrices are
-    left split over."""
+    """Mesh axes over which arrays are split."""
 
     row_axes: tuple[str, ...] | None = None
+    """B."""
     width: str | None = None
+    """F."""
+    sequence: str | None = None
+    """T of what is summed over ``width``."""
     scatter: str | None = None
+    """D of the gradients of the matrices."""
 
     @property
     def rows(self):
         return P(self.row_axes)
+
+    @property
+    def summed_rows(self):
+        return P(self.row_axes, self.sequence)
+
+    def sum_rows(self, x):
+        """The sum of the devices' shares of [B, T, ...]."""
+        if self.sequence:
+            return lax.psum_scatter(x, self.sequence, scatter_dimension=1, tiled=True)
+        return lax.psum(x, self.width) if self.width else x
 
     def matrices(self, gate: Matrices, up: Matrices, down: Matrices) -> list[Any]:
         spec: Any = Matrices  # of specs instead of arrays
@@ -184,11 +199,9 @@ def _layout(x, down: Matrices, mesh: Mesh | None) -> _Layout:
         return _Layout()
     row_axes = BATCH_AXES if x.shape[0] % batch_shards(mesh) == 0 else None
     width = "tensor" if down.values.shape[1] % mesh.shape["tensor"] == 0 else None
-    return _Layout(row_axes, width, "fsdp" if row_axes and x.shape[-1] % mesh.shape["fsdp"] == 0 else None)
-
-
-def _sum(x, axis: str | None):
-    return lax.psum(x, axis) if axis else x
+    sequence = width if x.shape[1] % mesh.shape["tensor"] == 0 else None
+    scatter = "fsdp" if row_axes and x.shape[-1] % mesh.shape["fsdp"] == 0 else None
+    return _Layout(row_axes, width, sequence, scatter)
 
 
 def _shard_map(local, mesh, in_specs, out_specs):

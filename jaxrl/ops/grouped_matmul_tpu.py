@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +53,17 @@ class _Work(NamedTuple):
     """[E] first row of a group."""
     end: jax.Array
     """[E] the row after its last."""
+    begin: jax.Array
+    """[cores] first pair of each core."""
+    pairs: jax.Array
+    """[cores] pairs of each core."""
 
 
-def _list_work(sizes: jax.Array, num_rows: int, tile: int, *, empty: bool) -> tuple[_Work, jax.Array]:
-    """The pairs and how many there are; ``empty``: also one for each group without rows."""
+def _list_work(
+    sizes: jax.Array, num_rows: int, tile: int, *, cores: int = 1, empty: bool = False
+) -> tuple[_Work, jax.Array]:
+    """The pairs, shared out so that no tile is worked on by two cores, and the most that one has. ``empty``:
+    also a pair for each group without rows."""
     groups, tiles = len(sizes), num_rows // tile
     end = jnp.cumsum(sizes)
     first = end - sizes
@@ -66,151 +73,162 @@ def _list_work(sizes: jax.Array, num_rows: int, tile: int, *, empty: bool) -> tu
     group = jnp.minimum(jnp.searchsorted(ends, item, side="right", method="compare_all"), groups - 1)
     # Counted back from the end of the group's pairs.
     at = (jnp.maximum(end, 1) - 1)[group] // tile - (ends[group] - 1 - item)
-    work = _Work(group, jnp.clip(at, 0, tiles - 1), first, end)
-    return _Work(*(x.astype(jnp.int32) for x in work)), ends[-1].astype(jnp.int32)
+    at = jnp.clip(at, 0, tiles - 1)
+    begin = jnp.stack([jnp.sum(at < tiles * c // cores) for c in range(cores)])
+    counts = jnp.diff(begin, append=ends[-1])
+    work = _Work(group, at, first, end, begin, counts)
+    return _Work(*(x.astype(jnp.int32) for x in work)), counts.max().astype(jnp.int32)
+
+
+def _flipped(shape: tuple[int, ...]) -> bool:
+    """Whether XLA keeps matrices [..., K, N] transposed: what fills lanes of 128 lies last. They are handed
+    over so, or they would be copied."""
+    return shape[-1] % 128 != 0 and shape[-2] % 128 == 0
 
 
 def _forward(rows, matrices: Sequence[Matrices], sizes, *, chip: Chip):
-    (_, width), columns = rows.shape, matrices[0].values.shape[2]
-    rows, length = _padded(rows), len(rows)
-    itemsize, stored = rows.dtype.itemsize, matrices[0].values.dtype.itemsize
-    count = len(matrices)
-
-    def needed(tile, block):
-        moved = tile * width * itemsize + count * block * (width * stored + tile * itemsize)
-        converted = width * block * itemsize if stored < itemsize else 0
-        return 2 * moved + converted + 4 * PIECE * block
-
-    tile, block = _blocks(len(rows), columns, needed, chip)
-    work, pairs = _list_work(sizes, len(rows), tile, empty=False)
-    arrays, specs = [rows], [pl.BlockSpec((tile, width), lambda n, i, group, at, *_: (at[i], 0))]
-    for m in matrices:
-        arrays.append(m.values)
-        specs.append(pl.BlockSpec((1, width, block), lambda n, i, group, *_: (group[i], 0, n)))
-    for m in matrices:
-        if m.scale is not None:
-            arrays.append(m.scale)
-            specs.append(pl.BlockSpec((1, 1, block), lambda n, i, group, *_: (group[i], 0, n)))
-    size = columns * width * count
-    outs = pl.pallas_call(
-        functools.partial(_forward_kernel, count=count),
-        name="grouped_matmul",
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(work),
-            grid=(pl.cdiv(columns, block), pairs),
-            in_specs=specs,
-            out_specs=[pl.BlockSpec((tile, block), lambda n, i, group, at, *_: (at[i], n))] * count,
-        ),
-        out_shape=[jax.ShapeDtypeStruct((len(rows), columns), rows.dtype)] * count,
-        cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(len(rows), sizes) * size,
-            transcendentals=0,
-            bytes_accessed=min(len(sizes), length) * size * stored
-            + len(rows) * itemsize * (pl.cdiv(columns, block) * width + count * columns),
-        ),
-        **_compiler(needed(tile, block), chip),
-    )(*work, *arrays)
-    return [out[:length] for out in outs]
-
-
-def _forward_kernel(group, tile, first, end, rows, *refs, count):
-    values, scales, outs = refs[:count], refs[count:-count], refs[-count:]
-    i = pl.program_id(1)
-
-    def piece(here, mine):
-        x = rows[here, :]
-        for j, (value, out) in enumerate(zip(values, outs, strict=True)):
-            y = _dot(x, value[0].astype(x.dtype), ((1,), (0,)))
-            if scales:
-                y = y * scales[j][0]
-            out[here, :] = jnp.where(mine, y.astype(out.dtype), out[here, :])
-
-    _each_piece(piece, group[i], tile[i] * len(rows), first, end, len(rows))
+    scales = [m.scale for m in matrices if m.scale is not None]
+    return _multiply([rows], [m.values for m in matrices], scales, sizes, over=1, chip=chip)
 
 
 def _rows(grads, matrices: Sequence[Matrices], sizes, *, chip: Chip):
-    columns, width = matrices[0].values.shape[1:]
-    length = len(grads[0])
-    grads = [_padded(g) for g in grads]
-    itemsize, count = grads[0].dtype.itemsize, len(grads)
+    (out,) = _multiply(grads, [m.values for m in matrices], [], sizes, over=2, chip=chip)
+    return out
+
+
+def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax.Array]:
+    """Products of ``rows`` [M, W] with matrices that are summed over their axis ``over``: of one array of
+    rows with each set of them, or of as many arrays as sets, added up."""
+    length, width = rows[0].shape
+    if _flipped(values[0].shape):
+        values, over = [v.swapaxes(1, 2) for v in values], 3 - over
+    columns = values[0].shape[3 - over]
+    rows = [_padded(x) for x in rows]
+    itemsize, stored, count = rows[0].dtype.itemsize, values[0].dtype.itemsize, len(values)
+    outs = count - len(rows) + 1
 
     def needed(tile, block):
-        moved = count * (tile + block) * width + tile * block
-        return 2 * moved * itemsize + 8 * PIECE * block
+        moved = tile * (len(rows) * width + outs * block) * itemsize + count * block * width * stored
+        converted = width * block * itemsize if stored < itemsize else 0
+        return 2 * moved + converted + 8 * PIECE * block
 
-    tile, block = _blocks(len(grads[0]), columns, needed, chip)
-    work, pairs = _list_work(sizes, len(grads[0]), tile, empty=False)
-    size = columns * width * count
-    out = pl.pallas_call(
-        functools.partial(_rows_kernel, count=count),
-        name="grouped_matmul_rows",
+    padded = len(rows[0])
+    tile, block = _blocks(padded, columns, needed, chip)
+    cores = min(chip.cores, padded // tile)
+    work, pairs = _list_work(sizes, padded, tile, cores=cores)
+
+    def here(of, at):
+        def index(c, n, i, group, tile, first, end, begin, pairs):
+            pair = begin[c] + jnp.minimum(i, pairs[c] - 1)
+            return at(group[pair] if of == "group" else tile[pair], n)
+
+        return index
+
+    row_spec = pl.BlockSpec((tile, width), here("tile", lambda t, n: (t, 0)))
+    matrix_spec = (
+        pl.BlockSpec((1, width, block), here("group", lambda g, n: (g, 0, n)))
+        if over == 1
+        else pl.BlockSpec((1, block, width), here("group", lambda g, n: (g, n, 0)))
+    )
+    scale_spec = pl.BlockSpec((1, 1, block), here("group", lambda g, n: (g, 0, n)))
+    size, blocks = columns * width * count, pl.cdiv(columns, block)
+    results = pl.pallas_call(
+        functools.partial(_multiply_kernel, rows=len(rows), matrices=count, over=over),
+        name="grouped_matmul",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
-            grid=(pl.cdiv(columns, block), pairs),
-            in_specs=[pl.BlockSpec((tile, width), lambda n, i, group, at, *_: (at[i], 0))] * count
-            + [pl.BlockSpec((1, block, width), lambda n, i, group, *_: (group[i], n, 0))] * count,
-            out_specs=pl.BlockSpec((tile, block), lambda n, i, group, at, *_: (at[i], n)),
+            grid=(cores, blocks, pairs),
+            in_specs=[row_spec] * len(rows) + [matrix_spec] * count + [scale_spec] * len(scales),
+            out_specs=[pl.BlockSpec((tile, block), here("tile", lambda t, n: (t, n)))] * outs,
         ),
-        out_shape=jax.ShapeDtypeStruct((len(grads[0]), columns), grads[0].dtype),
+        out_shape=[jax.ShapeDtypeStruct((padded, columns), rows[0].dtype)] * outs,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(len(grads[0]), sizes) * size,
+            flops=2 * _computed_rows(padded, sizes) * size,
             transcendentals=0,
-            bytes_accessed=min(len(sizes), length) * size * itemsize
-            + len(grads[0]) * itemsize * (pl.cdiv(columns, block) * count * width + columns),
+            bytes_accessed=min(len(sizes), length) * size * stored
+            + padded * itemsize * (blocks * len(rows) * width + outs * columns),
         ),
-        **_compiler(needed(tile, block), chip),
-    )(*work, *grads, *(m.values for m in matrices))
-    return out[:length]
+        **_compiler(needed(tile, block), chip, "arbitrary", "arbitrary"),
+    )(*work, *rows, *values, *scales)
+    return [out[:length] for out in results]
 
 
-def _rows_kernel(group, tile, first, end, *refs, count):
-    grads, values, out = refs[:count], refs[count:-1], refs[-1]
-    i = pl.program_id(1)
+def _multiply_kernel(group, tile, first, end, begin, pairs, *refs, rows, matrices, over):
+    inputs, values = refs[:rows], refs[rows : rows + matrices]
+    rest = refs[rows + matrices :]
+    outs = rest[-(matrices - rows + 1) :]
+    scales = rest[: -len(outs)]
+    core, i = pl.program_id(0), pl.program_id(2)
+    size = len(inputs[0])
 
     def piece(here, mine):
-        y = sum(_dot(g[here, :], v[0], ((1,), (1,))) for g, v in zip(grads, values, strict=True))
-        out[here, :] = jnp.where(mine, y.astype(out.dtype), out[here, :])
+        xs = [x[here, :] for x in inputs]
+        ys = [_dot(xs[j % rows], v[0].astype(xs[0].dtype), ((1,), (over - 1,))) for j, v in enumerate(values)]
+        if scales:
+            ys = [y * scale[0] for y, scale in zip(ys, scales, strict=True)]
+        for y, out in zip(ys if len(outs) > 1 else [sum(ys)], outs, strict=True):
+            out[here, :] = jnp.where(mine, y.astype(out.dtype), out[here, :])
 
-    _each_piece(piece, group[i], tile[i] * len(out), first, end, len(out))
+    @pl.when(i < pairs[core])
+    def _():
+        pair = begin[core] + i
+        _each_piece(piece, group[pair], tile[pair] * size, first, end, size)
 
 
 def _matrices(rows, grads, sizes, *, chip: Chip):
-    width, columns = rows.shape[1], grads[0].shape[1]
-    rows, grads = _padded(rows), [_padded(g) for g in grads]
-    itemsize, count = rows.dtype.itemsize, len(grads)
+    count, flip = len(grads), _flipped((rows.shape[1], grads[0].shape[1]))
+    # out = transposed left . right; there are several of one of them, and the grads are those.
+    left, right = (grads, [rows]) if flip else ([rows], grads)
+    left, right = [_padded(x) for x in left], [_padded(x) for x in right]
+    high, wide = left[0].shape[1], right[0].shape[1]
+    length, itemsize = len(left[0]), rows.dtype.itemsize
+    split_wide = wide > high
 
     def needed(tile, block):
-        moved = tile * block + count * (tile + block) * columns
-        return 2 * moved * itemsize + 4 * (count + 1) * block * columns
+        h, w = (high, block) if split_wide else (block, wide)
+        moved = tile * (len(left) * h + len(right) * w) + count * h * w
+        return 2 * moved * itemsize + 4 * (count + 1) * h * w
 
-    tile, block = _blocks(len(rows), width, needed, chip)
-    work, pairs = _list_work(sizes, len(rows), tile, empty=True)
-    out_spec = pl.BlockSpec((1, block, columns), lambda n, i, group, *_: (group[i], n, 0))
-    return pl.pallas_call(
-        functools.partial(_matrices_kernel, count=count),
+    split = max(high, wide)
+    tile, block = _blocks(length, split, needed, chip, parts=chip.cores)
+    h, w = (high, block) if split_wide else (block, wide)
+    work, pairs = _list_work(sizes, length, tile, empty=True)
+
+    def spec(width, moves):
+        return pl.BlockSpec((tile, width), lambda n, i, group, at, *_: (at[i], n if moves else 0))
+
+    def out_index(n, i, group, *_):
+        return (group[i], 0, n) if split_wide else (group[i], n, 0)
+
+    blocks = pl.cdiv(split, block)
+    moved = len(left) * high * (1 if not split_wide else blocks)
+    moved += len(right) * wide * (blocks if not split_wide else 1)
+    results = pl.pallas_call(
+        functools.partial(_matrices_kernel, left=len(left), count=count),
         name="grouped_matmul_matrices",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
-            grid=(pl.cdiv(width, block), pairs),
-            in_specs=[pl.BlockSpec((tile, block), lambda n, i, group, at, *_: (at[i], n))]
-            + [pl.BlockSpec((tile, columns), lambda n, i, group, at, *_: (at[i], 0))] * count,
-            out_specs=[out_spec] * count,
-            scratch_shapes=[pltpu.VMEM((block, columns), jnp.float32)] * count,
+            grid=(blocks, pairs),
+            in_specs=[spec(h, not split_wide)] * len(left) + [spec(w, split_wide)] * len(right),
+            out_specs=[pl.BlockSpec((1, h, w), out_index)] * count,
+            scratch_shapes=[pltpu.VMEM((h, w), jnp.float32)] * count,
         ),
-        out_shape=[jax.ShapeDtypeStruct((len(sizes), width, columns), rows.dtype)] * count,
+        out_shape=[jax.ShapeDtypeStruct((len(sizes), high, wide), rows.dtype)] * count,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(len(rows), sizes) * width * columns * count,
+            flops=2 * _computed_rows(length, sizes) * high * wide * count,
             transcendentals=0,
-            bytes_accessed=len(sizes) * width * columns * count * itemsize
-            + len(rows) * itemsize * (width + pl.cdiv(width, block) * count * columns),
+            bytes_accessed=(len(sizes) * high * wide * count + length * moved) * itemsize,
         ),
-        **_compiler(needed(tile, block), chip),
-    )(*work, rows, *grads)
+        **_compiler(needed(tile, block), chip, "arbitrary"),
+    )(*work, *left, *right)
+    return [x.swapaxes(1, 2) for x in results] if flip else list(results)
 
 
-def _matrices_kernel(group, tile, first, end, rows, *refs, count):
-    grads, outs, sums = refs[:count], refs[count : 2 * count], refs[2 * count :]
+def _matrices_kernel(group, tile, first, end, begin, pairs, *refs, left, count):
+    inputs, outs, sums = refs[: count + 1], refs[count + 1 : 2 * count + 1], refs[2 * count + 1 :]
+    lefts, rights = inputs[:left], inputs[left:]
     i, last = pl.program_id(1), pl.num_programs(1) - 1
+    size = len(inputs[0])
 
     @pl.when((i == 0) | (group[jnp.maximum(i - 1, 0)] != group[i]))
     def _():
@@ -218,12 +236,13 @@ def _matrices_kernel(group, tile, first, end, rows, *refs, count):
             total[...] = jnp.zeros_like(total)
 
     def piece(here, mine):
-        x = rows[here, :]
-        for grad, total in zip(grads, sums, strict=True):
-            g = jnp.where(mine, grad[here, :], jnp.zeros((), grad.dtype))
-            total[...] += _dot(x, g, ((0,), (0,)))
+        # Masking one of the two is enough.
+        xs = [x[here, :] for x in lefts]
+        ys = [jnp.where(mine, y[here, :], jnp.zeros((), y.dtype)) for y in rights]
+        for j, total in enumerate(sums):
+            total[...] += _dot(xs[j % len(xs)], ys[j % len(ys)], ((0,), (0,)))
 
-    _each_piece(piece, group[i], tile[i] * len(rows), first, end, len(rows))
+    _each_piece(piece, group[i], tile[i] * size, first, end, size)
 
     @pl.when((i == last) | (group[jnp.minimum(i + 1, last)] != group[i]))
     def _():
@@ -261,11 +280,12 @@ def _padded(x):
     return jnp.pad(x, ((0, -len(x) % PIECE), (0, 0)))
 
 
-def _blocks(rows: int, columns: int, needed, chip: Chip) -> tuple[int, int]:
-    """Rows of a tile and columns of the result's blocks: the largest that fit."""
+def _blocks(rows: int, columns: int, needed, chip: Chip, parts: int = 1) -> tuple[int, int]:
+    """Rows of a tile, and of ``columns`` those of a block, at least ``parts`` of them where there are lanes
+    of 128 enough: the largest that fit."""
     tiles = [t for t in (TILE, TILE // 2, PIECE) if rows % t == 0]
-    blocks = [columns] + [b for b in (2048, 1024, 512, 256, 128) if b < columns]
-    for block in blocks:
+    widest = columns if parts == 1 or columns <= 128 else -(-columns // (128 * parts)) * 128
+    for block in [widest] + [b for b in (2048, 1024, 512, 256, 128) if b < widest]:
         for tile in tiles:
             if 1.1 * needed(tile, block) <= chip.vmem_bytes:
                 return tile, block
@@ -277,8 +297,9 @@ def _computed_rows(rows: int, sizes) -> int:
     return rows + PIECE * (min(len(sizes), rows) - 1)
 
 
-def _compiler(needed: int, chip: Chip) -> dict[str, Any]:
+def _compiler(needed: int, chip: Chip, *inner: Literal["arbitrary"]) -> dict[str, Any]:
+    """The first dimension of the grid is what the cores share."""
     params = pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(int(1.1 * needed), 16 * 2**20)
+        dimension_semantics=("parallel", *inner), vmem_limit_bytes=max(int(1.1 * needed), 16 * 2**20)
     )
     return {"compiler_params": params, "interpret": chip.interpret}

@@ -60,6 +60,8 @@ class Chip(NamedTuple):
 
     vmem_bytes: int
     interpret: bool
+    cores: int = 1
+    """TensorCores that share a kernel's grid."""
 
 
 class Blocks(NamedTuple):
@@ -84,7 +86,8 @@ def chip_of(mesh: Mesh | None) -> Chip:
     """Of the mesh's devices; without a TPU the kernels are interpreted."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     mib = _VMEM_MIB.get(device.device_kind, _VMEM_MIB_ELSEWHERE)
-    return Chip(mib * 2**20, interpret=platform(mesh) != "tpu")
+    on_tpu = platform(mesh) == "tpu"
+    return Chip(mib * 2**20, interpret=not on_tpu, cores=device.num_cores if on_tpu else 1)
 
 
 def choose_blocks(head, chip: Chip) -> Blocks:

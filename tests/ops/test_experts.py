@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.ops import grouped_matmul_tpu
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices, products
+from jaxrl.ops.token_log_probs_tpu import Chip
 from jaxrl.sharding import MeshConfig, make_mesh
 
 IMPLEMENTATIONS = ("xla", "pallas")
@@ -76,6 +78,26 @@ def test_int8_matrices(implementation):
     (out,) = products(None, implementation).forward(x, [m], sizes)
     whole = (m.values * m.scale)[np.repeat([0, 2], [3, 13])]
     np.testing.assert_allclose(out, jnp.einsum("rk,rkn->rn", x, whole), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("load", ["some groups are empty", "a few rows"])
+def test_two_cores_and_matrices_that_tpus_keep_transposed(load):
+    """A width that is no multiple of 128 beside one that is, and blocks for each core."""
+    rng, sizes = np.random.default_rng(0), LOADS[load]
+    x, dy = random(rng, sum(sizes), 256), [random(rng, sum(sizes), 24) for _ in range(2)]
+    matrices = [Matrices(random(rng, len(sizes), 256, 24)) for _ in range(2)]
+
+    @functools.partial(jit, static_argnums=0)
+    def three(p, sizes):
+        return p.forward(x, matrices, sizes), p.rows(dy, matrices, sizes), p.matrices(x, dy, sizes)
+
+    sizes = jnp.asarray(sizes, jnp.int32)
+    pallas = grouped_matmul_tpu.products(Chip(2**25, interpret=True, cores=2))
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4),
+        three(pallas, sizes),
+        three(products(None, "xla"), sizes),
+    )
 
 
 def test_an_unknown_implementation_is_named():
