@@ -201,10 +201,10 @@ def main(argv: Sequence[str]) -> int:
             "no reward is given; evaluation needs at least one to score completions", "rewards.terms"
         )
     distributed.start()
-    parts = assemble(config)
-    prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
-    params = parts.refresh()(parts.initial_params())
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, distributed.failing_together():
+        parts = assemble(config)
+        prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
+        params = parts.refresh()(parts.initial_params())
         scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
         multi_turn = parts.multi_turn(stack)
         progress = stack.enter_context(Progress(1, config.metrics.progress))

@@ -18,12 +18,11 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl.config import ConfigError, UserCodeError
-from jaxrl.workers import Reply, Workers
+from jaxrl.workers import Job, Reply, Requests, Workers
 
 if TYPE_CHECKING:
     from jaxrl.pools import PoolConfig
@@ -39,14 +38,7 @@ _ATTEMPTS = 3
 _STARTS_THAT_FAIL = 3
 
 
-class _Job(NamedTuple):
-    request: Any
-    pickled: bytes
-    answers: int
-    attempts: int = 0
-
-
-class RayWorkers:
+class RayWorkers(Requests):
     """``count`` processes on a Ray cluster that answer requests: as ``workers.Workers``, whose arguments and
     methods it has.
 
@@ -70,6 +62,7 @@ class RayWorkers:
         pool: PoolConfig,
         key: str,
     ):
+        super().__init__()
         self._timeout_seconds, self._read, self._who, self._key = timeout_seconds, read, who, key
         self._ray = connect(pool, key)
         self._tell_what_is_missing(pool, count)
@@ -77,9 +70,6 @@ class RayWorkers:
         actor = self._ray.remote(**{k: v for k, v in options.items() if v is not None})(Supervisor)
         start = (make, pickle.dumps(setup), timeout_seconds, who, os.getcwd(), sys.path[:])
         self._new = lambda: _Worker(actor.remote(*start))
-        self._queue: deque[_Job] = deque()
-        self._starts_failed = 0
-        self._begun = time.monotonic()
         self._workers = [self._new() for _ in range(count)]
         self._close = weakref.finalize(self, _kill_all, self._ray, self._workers)
 
@@ -87,18 +77,6 @@ class RayWorkers:
     def pids(self) -> list[int]:
         """None: they are no processes of this machine."""
         return []
-
-    @property
-    def busy(self) -> bool:
-        """Whether a submitted request has answers to come."""
-        return bool(self._queue) or any(w.job for w in self._workers)
-
-    def submit(self, request: Any, *, answers: int = 1, first: bool = False) -> None:
-        """Queue a request (at the head, with ``first``). Raises what pickling it raises."""
-        if not self._close.alive:
-            raise RuntimeError(f"the {self._who} workers are closed")
-        job = _Job(request, pickle.dumps(request), answers)
-        (self._queue.appendleft if first else self._queue.append)(job)
 
     def poll(self, *, block: bool = True) -> list[Reply]:
         """Answers that have arrived. With ``block`` it waits until something has happened, which need not be
@@ -120,16 +98,6 @@ class RayWorkers:
             elif w.pending is not None and w.deadline < time.monotonic():
                 replies += self._late(w)
         return replies
-
-    def cancel(self) -> None:
-        """Forget all requests; workers that are busy with one are replaced."""
-        self._queue.clear()
-        for w in [w for w in self._workers if w.job]:
-            self._replace(w)
-
-    def close(self) -> None:
-        """End the actors, their processes, and all that these started."""
-        self._close()
 
     def _receive(self, w: _Worker) -> Iterator[Reply]:
         from ray.exceptions import RayError
@@ -214,11 +182,11 @@ class _Worker:
     def __init__(self, actor: Any):
         self.actor = actor
         self.ready = False
-        self.job: _Job | None = None
+        self.job: Job | None = None
         self.pending: Any = actor.start.remote()
         self.deadline = time.monotonic() + _START_SECONDS
 
-    def give(self, job: _Job, timeout_seconds: float) -> None:
+    def give(self, job: Job, timeout_seconds: float) -> None:
         self.job = job
         self.pending = self.actor.run.remote(job.pickled, job.answers)
         self.deadline = time.monotonic() + _START_SECONDS + job.answers * timeout_seconds + _NETWORK_SECONDS

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl import hub
 from jaxrl.config import to_dict
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.models import ModelConfig, hf
@@ -87,7 +88,7 @@ def write_random(
     dtypes = dict.fromkeys(shapes, "float32")
     write_tensors(folder, shapes, dtypes, map(values, wanted), hf.MAX_SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(written, indent=2))
-    for name in hf.SIDE_FILES if side_files else ():
+    for name in hub.TOKENIZER_FILES if side_files else ():
         if (file := side_files / name).is_file():  # type: ignore[operator]
             shutil.copyfile(file, folder / name)
 

@@ -50,13 +50,54 @@ class Reply(NamedTuple):
     """("timeout" or "crash", text): its process was lost."""
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
+    """A request, as it waits."""
+
     request: Any
     pickled: bytes
     answers: int
+    attempts: int = 0
 
 
-class Workers:
+class Requests:
+    """What all kinds of workers share: a queue, and workers that have a ``job`` or none."""
+
+    _who: str
+    _workers: list[Any]
+    _close: weakref.finalize
+    """Ends the workers, also when this object is dropped, and at the interpreter's exit."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Job] = deque()
+        self._starts_failed = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a submitted request has answers to come."""
+        return bool(self._queue) or any(w.job for w in self._workers)
+
+    def submit(self, request: Any, *, answers: int = 1, first: bool = False) -> None:
+        """Queue a request (at the head, with ``first``). Raises what pickling it raises."""
+        if not self._close.alive:
+            raise RuntimeError(f"the {self._who} workers are closed")
+        job = Job(request, pickle.dumps(request), answers)
+        (self._queue.appendleft if first else self._queue.append)(job)
+
+    def cancel(self) -> None:
+        """Forget all requests; workers that are busy with one are replaced."""
+        self._queue.clear()
+        for w in [w for w in self._workers if w.job]:
+            self._replace(w)
+
+    def close(self) -> None:
+        """End the workers, and all that they started."""
+        self._close()
+
+    def _replace(self, w: Any) -> Any:
+        raise NotImplementedError
+
+
+class Workers(Requests):
     """``count`` processes that answer requests, one at a time each.
 
     Args:
@@ -81,12 +122,10 @@ class Workers:
         read: Callable[[Any], Any],
         who: str,
     ):
+        super().__init__()
         self._start = (make, setup, timeout_seconds)
         self._timeout_seconds, self._read, self._who = timeout_seconds, read, who
-        self._starts_failed = 0
-        self._queue: deque[_Job] = deque()
         self._workers = [_Worker(self._start) for _ in range(count)]
-        # Also when this object is dropped, and at the interpreter's exit.
         self._close = weakref.finalize(self, _kill_all, self._workers)
 
     @property
@@ -98,21 +137,9 @@ class Workers:
         """Whether all have done their imports."""
         return all(w.ready for w in self._workers)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a submitted request has answers to come."""
-        return bool(self._queue) or any(w.job for w in self._workers)
-
-    def submit(self, request: Any, *, answers: int = 1, first: bool = False) -> None:
-        """Queue a request (at the head, with ``first``). Raises what pickling it raises."""
-        if not self._close.alive:
-            raise RuntimeError(f"the {self._who} workers are closed")
-        job = _Job(request, pickle.dumps(request), answers)
-        (self._queue.appendleft if first else self._queue.append)(job)
-
     def submit_pickled(self, pickled: bytes, *, answers: int = 1) -> None:
         """As ``submit``, for one who has no use for the request itself: replies have None in its place."""
-        self._queue.append(_Job(None, pickled, answers))
+        self._queue.append(Job(None, pickled, answers))
 
     def poll(self, *, block: bool = True) -> list[Reply]:
         """Answers that have arrived. With ``block`` it waits until something has happened, which need not be
@@ -132,16 +159,6 @@ class Workers:
             elif w.deadline < time.monotonic() and not w.pipe.poll():
                 replies.append(self._late(w))
         return [reply for reply in replies if reply is not None]
-
-    def cancel(self) -> None:
-        """Forget all requests; workers that are busy with one are replaced."""
-        self._queue.clear()
-        for w in [w for w in self._workers if w.job]:
-            self._replace(w)
-
-    def close(self) -> None:
-        """End the processes, and all that they started."""
-        self._close()
 
     def _give(self, w: _Worker) -> None:
         if w.process.poll() is not None:  # died while idle (killed from outside): no request is to blame
@@ -222,14 +239,14 @@ class _Worker:
         )
         theirs.close()
         self.ready = False
-        self.job: _Job | None = None
+        self.job: Job | None = None
         self.answered = 0
         """Answers of the job that have come; the next one is being made."""
         self.deadline = time.monotonic() + _START_SECONDS
         with contextlib.suppress(OSError):  # died at once: seen as the pipe's end
             self.pipe.send(start)
 
-    def give(self, job: _Job, timeout_seconds: float) -> None:
+    def give(self, job: Job, timeout_seconds: float) -> None:
         self.job, self.answered = job, 0
         self.deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(OSError):  # died a moment ago: seen as the pipe's end

@@ -6,30 +6,16 @@ import dataclasses
 import json
 import logging
 import pickle
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxrl import hub
 from jaxrl.config import ConfigError
 
 BUILTIN = "builtin:chars"
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
-"""What belongs to a tokenizer in a Hugging Face folder; only ``tokenizer.json`` has to be there."""
-
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and whatever else the chat template knows."""
 
@@ -50,9 +36,7 @@ def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
         return _character_tokenizer()
     if name.startswith("builtin:"):
         raise ConfigError(f"{name!r} is unknown; the built-in tokenizer is {BUILTIN}", key)
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = _download(name, key)
+    folder = hub.resolve(name, key, hub.TOKENIZER_FILES)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"{name!r} has no tokenizer.json; transformers writes one: "
@@ -185,7 +169,7 @@ class Tokenizer:
             for name, content in _character_files().items():
                 (folder / name).write_text(content, encoding="utf-8")
             return
-        for name in FILES:
+        for name in hub.TOKENIZER_FILES:
             if (self.folder / name).is_file() and self.folder.resolve() != folder.resolve():
                 shutil.copyfile(self.folder / name, folder / name)
 
@@ -203,22 +187,6 @@ def _transformers() -> Any:
 def _unpickled(hf: bytes, eos_ids: tuple[int, ...], folder: Path | None) -> Tokenizer:
     _transformers()  # in a worker process this is its first import
     return Tokenizer(hf=pickle.loads(hf), eos_ids=eos_ids, folder=folder)
-
-
-def _download(name: str, key: str) -> Path:
-    """The tokenizer's files of a model on the hub, in the hub's cache."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ConfigError(f"{name!r}: there is no such folder, from {Path.cwd()}", key)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception as error:  # no connection, no such model, no access: many types
-        raise ConfigError(
-            f"{name!r} is no folder here, and fetching it from the Hugging Face hub failed: "
-            f"{type(error).__name__}: {error}",
-            key,
-        ) from error
 
 
 # The built-in tokenizer: one id per character, 104 in all, which divides by 8 devices.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.models.checkpoint_files import TensorFiles, write_tensors
 from jaxrl.models.config import ModelConfig
@@ -29,11 +30,6 @@ from jaxrl.models.tensors import Tensor, tensors
 
 log = logging.getLogger("jaxrl")
 
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
-"""Files beside the weights that an export takes over from its source."""
 MAX_SHARD_BYTES = 5 * 10**9
 _TEXT_PREFIXES = ("language_model.", "model.language_model.")
 _OTHER_MODALITIES = (
@@ -51,22 +47,7 @@ def resolve(path: str, key: str = "model.path", *, weights: bool = True) -> Path
     Raises:
         ConfigError: neither; ``key`` is the setting it came from.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError(
-            f"there is no folder {path!r}; needed is a Hugging Face folder or a hub name owner/name", key
-        )
-    try:
-        from huggingface_hub import snapshot_download
-
-        patterns = ["*.json", "*.jinja", "*.model", "merges.txt", *(["*.safetensors"] if weights else [])]
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:
-        raise ConfigError(
-            f"{path!r} is no folder here, and the hub does not give it: {type(error).__name__}: {error}", key
-        ) from None
+    return hub.resolve(path, key, ["*.json", *hub.TOKENIZER_FILES, *(["*.safetensors"] if weights else [])])
 
 
 def load_json(file: Path) -> dict[str, Any]:
@@ -318,7 +299,7 @@ def _config_json(config: ModelConfig, source: Any, dtype: str) -> dict[str, Any]
 
 def _side_files(folder: Path, source: Any) -> None:
     if isinstance(source, (str, Path)):
-        for name in SIDE_FILES:
+        for name in hub.TOKENIZER_FILES:  # an export takes them over from its source
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
     elif source is not None:

@@ -117,7 +117,7 @@ def test_pickles_for_worker_processes(chars):
     ("name", "said"),
     [
         ("builtin:words", "builtin:chars"),
-        ("./no/such/folder", "no such folder"),
+        ("./no/such/folder", "there is no folder"),
         ("EMPTY", "no tokenizer.json"),
     ],
 )

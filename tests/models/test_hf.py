@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.sharding import MeshConfig, make_mesh, named
@@ -46,7 +47,7 @@ def test_round_trip_is_equal_bit_for_bit(checkpoint, tmp_path):
     hf.save_folder(checkpoint.params, checkpoint.model, out, checkpoint.folder, dtype=dtype)
     assert tensors_of(out) == tensors_of(checkpoint.folder)
     assert json.loads((out / "config.json").read_text()) == config
-    for name in hf.SIDE_FILES:
+    for name in hub.TOKENIZER_FILES:
         if (checkpoint.folder / name).exists():
             assert (out / name).read_bytes() == (checkpoint.folder / name).read_bytes()
     assert (out / "tokenizer.json").exists() and (out / "generation_config.json").exists()
