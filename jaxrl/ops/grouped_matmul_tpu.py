@@ -3,8 +3,8 @@
 A step of the grid is one (group, tile of rows) pair in which they meet; the pairs are listed beforehand,
 group after group, and the grid is as long as the list (as in MegaBlocks, arXiv:2211.15841). A group's
 matrix therefore stays in VMEM while its rows go by, and a tile of rows while its groups do: each is read once
-per block of the result's columns. Within a tile only the pieces of ``PIECE`` rows that hold rows of the group
-are multiplied, so what is computed for nothing is at most one piece per group.
+per block of the result's columns. Within a tile only the pieces, as many rows as the matrix unit is wide,
+that hold rows of the group are multiplied, so what is computed for nothing is at most one piece per group.
 
 Sums are float32. int8 matrices are multiplied as they are, in the dtype of the rows, and their scales come in
 with the result: they are read as int8 and never written out.
@@ -27,8 +27,6 @@ from jaxrl.ops.token_log_probs_tpu import Chip, chip_of
 
 __all__ = ["chip_of", "products"]
 
-PIECE = 128
-"""Rows of one product."""
 TILE = 512
 """Rows that are moved at a time."""
 
@@ -103,14 +101,14 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
     if _flipped(values[0].shape):
         values, over = [v.swapaxes(1, 2) for v in values], 3 - over
     columns = values[0].shape[3 - over]
-    rows = [_padded(x) for x in rows]
+    rows = [_padded(x, chip.mxu) for x in rows]
     itemsize, stored, count = rows[0].dtype.itemsize, values[0].dtype.itemsize, len(values)
     outs = count - len(rows) + 1
 
     def needed(tile, block):
         moved = tile * (len(rows) * width + outs * block) * itemsize + count * block * width * stored
         converted = width * block * itemsize if stored < itemsize else 0
-        return 2 * moved + converted + 8 * PIECE * block
+        return 2 * moved + converted + 8 * chip.mxu * block
 
     padded = len(rows[0])
     tile, block = _blocks(padded, columns, needed, chip)
@@ -133,7 +131,7 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
     scale_spec = pl.BlockSpec((1, 1, block), here("group", lambda g, n: (g, 0, n)))
     size, blocks = columns * width * count, pl.cdiv(columns, block)
     results = pl.pallas_call(
-        functools.partial(_multiply_kernel, rows=len(rows), matrices=count, over=over),
+        functools.partial(_multiply_kernel, rows=len(rows), matrices=count, over=over, mxu=chip.mxu),
         name="grouped_matmul",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
@@ -143,7 +141,7 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
         ),
         out_shape=[jax.ShapeDtypeStruct((padded, columns), rows[0].dtype)] * outs,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(padded, sizes) * size,
+            flops=2 * _computed_rows(padded, sizes, chip.mxu) * size,
             transcendentals=0,
             bytes_accessed=min(len(sizes), length) * size * stored
             + padded * itemsize * (blocks * len(rows) * width + outs * columns),
@@ -153,7 +151,7 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
     return [out[:length] for out in results]
 
 
-def _multiply_kernel(group, tile, first, end, begin, pairs, *refs, rows, matrices, over):
+def _multiply_kernel(group, tile, first, end, begin, pairs, *refs, rows, matrices, over, mxu):
     inputs, values = refs[:rows], refs[rows : rows + matrices]
     rest = refs[rows + matrices :]
     outs = rest[-(matrices - rows + 1) :]
@@ -172,14 +170,14 @@ def _multiply_kernel(group, tile, first, end, begin, pairs, *refs, rows, matrice
     @pl.when(i < pairs[core])
     def _():
         pair = begin[core] + i
-        _each_piece(piece, group[pair], tile[pair] * size, first, end, size)
+        _each_piece(piece, group[pair], tile[pair] * size, first, end, size, mxu)
 
 
 def _matrices(rows, grads, sizes, *, chip: Chip):
     count, flip = len(grads), _flipped((rows.shape[1], grads[0].shape[1]))
     # out = transposed left . right; there are several of one of them, and the grads are those.
     left, right = (grads, [rows]) if flip else ([rows], grads)
-    left, right = [_padded(x) for x in left], [_padded(x) for x in right]
+    left, right = [_padded(x, chip.mxu) for x in left], [_padded(x, chip.mxu) for x in right]
     high, wide = left[0].shape[1], right[0].shape[1]
     length, itemsize = len(left[0]), rows.dtype.itemsize
     split_wide = wide > high
@@ -204,7 +202,7 @@ def _matrices(rows, grads, sizes, *, chip: Chip):
     moved = len(left) * high * (1 if not split_wide else blocks)
     moved += len(right) * wide * (blocks if not split_wide else 1)
     results = pl.pallas_call(
-        functools.partial(_matrices_kernel, left=len(left), count=count),
+        functools.partial(_matrices_kernel, left=len(left), count=count, mxu=chip.mxu),
         name="grouped_matmul_matrices",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
@@ -215,7 +213,7 @@ def _matrices(rows, grads, sizes, *, chip: Chip):
         ),
         out_shape=[jax.ShapeDtypeStruct((len(sizes), high, wide), rows.dtype)] * count,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(length, sizes) * high * wide * count,
+            flops=2 * _computed_rows(length, sizes, chip.mxu) * high * wide * count,
             transcendentals=0,
             bytes_accessed=(len(sizes) * high * wide * count + length * moved) * itemsize,
         ),
@@ -224,7 +222,7 @@ def _matrices(rows, grads, sizes, *, chip: Chip):
     return [x.swapaxes(1, 2) for x in results] if flip else list(results)
 
 
-def _matrices_kernel(group, tile, first, end, begin, pairs, *refs, left, count):
+def _matrices_kernel(group, tile, first, end, begin, pairs, *refs, left, count, mxu):
     inputs, outs, sums = refs[: count + 1], refs[count + 1 : 2 * count + 1], refs[2 * count + 1 :]
     lefts, rights = inputs[:left], inputs[left:]
     i, last = pl.program_id(1), pl.num_programs(1) - 1
@@ -242,7 +240,7 @@ def _matrices_kernel(group, tile, first, end, begin, pairs, *refs, left, count):
         for j, total in enumerate(sums):
             total[...] += _dot(xs[j % len(xs)], ys[j % len(ys)], ((0,), (0,)))
 
-    _each_piece(piece, group[i], tile[i] * size, first, end, size)
+    _each_piece(piece, group[i], tile[i] * size, first, end, size, mxu)
 
     @pl.when((i == last) | (group[jnp.minimum(i + 1, last)] != group[i]))
     def _():
@@ -253,18 +251,18 @@ def _matrices_kernel(group, tile, first, end, begin, pairs, *refs, left, count):
 # ---- common to the kernels ----
 
 
-def _each_piece(body, group, offset, first, end, size):
-    """``body(rows of the piece, [PIECE, 1] those of the group)`` for the pieces, with rows of the group, of a
-    tile that begins at row ``offset``."""
+def _each_piece(body, group, offset, first, end, size, rows):
+    """``body(where a piece is, [rows, 1] which of its rows are the group's)`` for each piece that has some,
+    in the tile of ``size`` rows from ``offset`` on."""
     start, stop = first[group] - offset, end[group] - offset
 
     def step(p, _):
-        at = pl.multiple_of(p * PIECE, PIECE)
-        index = at + lax.broadcasted_iota(jnp.int32, (PIECE, 1), 0)
-        body(pl.ds(at, PIECE), (index >= start) & (index < stop))
+        at = pl.multiple_of(p * rows, rows)
+        index = at + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        body(pl.ds(at, rows), (index >= start) & (index < stop))
 
-    begin = lax.div(jnp.maximum(start, 0), PIECE)
-    upto = lax.div(jnp.minimum(stop, size) + PIECE - 1, PIECE)
+    begin = lax.div(jnp.maximum(start, 0), rows)
+    upto = lax.div(jnp.minimum(stop, size) + rows - 1, rows)
     lax.fori_loop(begin, jnp.where(stop > start, upto, begin), step, None)
 
 
@@ -275,15 +273,15 @@ def _dot(a, b, contracting):
     )
 
 
-def _padded(x):
+def _padded(x, piece: int):
     """To whole pieces."""
-    return jnp.pad(x, ((0, -len(x) % PIECE), (0, 0)))
+    return jnp.pad(x, ((0, -len(x) % piece), (0, 0)))
 
 
 def _blocks(rows: int, columns: int, needed, chip: Chip, parts: int = 1) -> tuple[int, int]:
     """Rows of a tile, and of ``columns`` those of a block, at least ``parts`` of them where there are lanes
     of 128 enough: the largest that fit."""
-    tiles = [t for t in (TILE, TILE // 2, PIECE) if rows % t == 0]
+    tiles = [t for t in (TILE, TILE // 2, chip.mxu) if rows % t == 0]
     widest = columns if parts == 1 or columns <= 128 else -(-columns // (128 * parts)) * 128
     for block in [widest] + [b for b in (2048, 1024, 512, 256, 128) if b < widest]:
         for tile in tiles:
@@ -292,9 +290,9 @@ def _blocks(rows: int, columns: int, needed, chip: Chip, parts: int = 1) -> tupl
     raise ValueError(f"groups of {columns} columns are too large for the kernels' VMEM")
 
 
-def _computed_rows(rows: int, sizes) -> int:
+def _computed_rows(rows: int, sizes, piece: int) -> int:
     """At most: whole pieces, and one more for each further group."""
-    return rows + PIECE * (min(len(sizes), rows) - 1)
+    return rows + piece * (min(len(sizes), rows) - 1)
 
 
 def _compiler(needed: int, chip: Chip, *inner: Literal["arbitrary"]) -> dict[str, Any]:

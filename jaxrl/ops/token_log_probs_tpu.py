@@ -43,6 +43,8 @@ from jaxrl.ops.token_log_probs_tpu_kernels import (
 )
 from jaxrl.sharding import platform
 
+_WIDE = ("TPU v6 lite", "TPU v6e", "TPU7x")
+"""Chips with matrix units of 256 x 256."""
 _VMEM_MIB = {"TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
 _VMEM_MIB_ELSEWHERE = 50
 """Of 128 MiB (v5e, v6e) and 64 MiB (v5p, TPU7x), what a kernel may use. The blocks this makes, in bfloat16:
@@ -62,6 +64,8 @@ class Chip(NamedTuple):
     interpret: bool
     cores: int = 1
     """TensorCores that share a kernel's grid."""
+    mxu: int = 128
+    """Rows and columns of a matrix unit."""
 
 
 class Blocks(NamedTuple):
@@ -87,7 +91,12 @@ def chip_of(mesh: Mesh | None) -> Chip:
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     mib = _VMEM_MIB.get(device.device_kind, _VMEM_MIB_ELSEWHERE)
     on_tpu = platform(mesh) == "tpu"
-    return Chip(mib * 2**20, interpret=not on_tpu, cores=device.num_cores if on_tpu else 1)
+    return Chip(
+        mib * 2**20,
+        interpret=not on_tpu,
+        cores=device.num_cores if on_tpu else 1,
+        mxu=256 if device.device_kind in _WIDE else 128,
+    )
 
 
 def choose_blocks(head, chip: Chip) -> Blocks:
