@@ -45,9 +45,10 @@ from jaxrl.sharding import platform
 
 _WIDE = ("TPU v6 lite", "TPU v6e", "TPU7x")
 """Chips with matrix units of 256 x 256."""
-_VMEM_MIB = {"TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
+_VMEM_MIB = {"TPU v4": 14, "TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
 _VMEM_MIB_ELSEWHERE = 50
-"""Of 128 MiB (v5e, v6e) and 64 MiB (v5p, TPU7x), what a kernel may use. The blocks this makes, in bfloat16:
+"""Of 128 MiB (v5e, v6e), 64 (v5p, TPU7x) and 16 (v4), what a kernel may use. The blocks this makes, in
+bfloat16:
 
     D      v5e, v6e (outer, inner)    v5p
     4096   1024, 1024                 512, 1024
