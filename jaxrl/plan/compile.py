@@ -149,7 +149,8 @@ def _compile_all(
         waiting.extend(described["names"])
         with ThreadPoolExecutor(processes) as threads:
             try:
-                jobs = [threads.submit(take, worker, len(waiting)) for worker in workers]
+                count = len(described["names"])
+                jobs = [threads.submit(take, worker, count) for worker in workers]
                 for job in as_completed(jobs):
                     job.result()
             except BaseException:
