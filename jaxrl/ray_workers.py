@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl.config import ConfigError, UserCodeError
-from jaxrl.workers import Job, Reply, Requests, Workers
+from jaxrl.workers import STARTS_THAT_FAIL, Job, Reply, Requests, Workers
 
 if TYPE_CHECKING:
     from jaxrl.pools import PoolConfig
@@ -35,7 +35,6 @@ _NETWORK_SECONDS = 60.0
 """How much longer than its time limits a request may take before its actor counts as lost."""
 _CONNECT_SECONDS = 30.0
 _ATTEMPTS = 3
-_STARTS_THAT_FAIL = 3
 
 
 class RayWorkers(Requests):
@@ -142,7 +141,7 @@ class RayWorkers(Requests):
         self._replace(w)
         if not started:
             self._starts_failed += 1
-            if self._starts_failed >= _STARTS_THAT_FAIL:
+            if self._starts_failed >= STARTS_THAT_FAIL:
                 raise ConfigError(
                     f"{self._who} workers cannot start on the Ray cluster; its machines need jaxrl, "
                     f"installed or in runtime_env: {why}",

@@ -8,6 +8,7 @@ take pickles from.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import faulthandler
 import json
@@ -33,7 +34,8 @@ Serve = Callable[[Any], Iterator[Any]]
 
 _START_SECONDS = 300.0
 """Limit for a worker's imports. Generous: a cold network disk and a busy machine are no error."""
-_STARTS_THAT_FAIL = 3
+STARTS_THAT_FAIL = 3
+"""In a row, until workers count as unable to start."""
 _LARGEST_ANSWER_BYTES = 1 << 28
 _GRACE_SECONDS = 2.0
 
@@ -59,7 +61,7 @@ class Job(NamedTuple):
     attempts: int = 0
 
 
-class Requests:
+class Requests(abc.ABC):
     """What all kinds of workers share: a queue, and workers that have a ``job`` or none."""
 
     _who: str
@@ -93,8 +95,9 @@ class Requests:
         """End the workers, and all that they started."""
         self._close()
 
+    @abc.abstractmethod
     def _replace(self, w: Any) -> Any:
-        raise NotImplementedError
+        """End a worker, and put a new one in its place."""
 
 
 class Workers(Requests):
@@ -203,7 +206,7 @@ class Workers(Requests):
         if not w.ready:
             self._starts_failed += 1
             code = self._replace(w)
-            if self._starts_failed >= _STARTS_THAT_FAIL:
+            if self._starts_failed >= STARTS_THAT_FAIL:
                 raise UserCodeError(
                     f"{self._who} workers end while they import their functions (exit code {code})"
                 )

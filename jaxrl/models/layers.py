@@ -169,6 +169,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """[B, T, D] -> [B, T, D], and the cache with the keys and values of these tokens."""
         config, dtype = self.config, context.dtype
+        x = context.constrain(x, "batch", None, None)
         q, k, v = (context.project(x, w) for w in (self.q, self.k, self.v))
         if config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
@@ -277,13 +278,10 @@ class Layer(nnx.Module):
         """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without
         experts)."""
 
-        def whole(y):
-            return context.constrain(y, "batch", None, None)
-
         def split(y):
             return context.constrain(y, "batch", "sequence", None)
 
-        y, cache = self.attention(whole(self.attention_norm(x)), kind, context, cache)
+        y, cache = self.attention(self.attention_norm(x), kind, context, cache)
         y = split(y)
         x = checkpoint_name(x + (self.post_attention_norm(y) if self.sandwich else y), AFTER_ATTENTION)
         y, router = self.mlp(self.mlp_norm(x), context)

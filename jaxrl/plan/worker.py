@@ -63,9 +63,8 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
         programs = parts.programs(request["total_updates"])
         listed = loop_programs(parts, programs)
         described = describe(parts, programs, listed)
-        listed.sort(
-            key=lambda p: p.phase != "update"
-        )  # what most often does not fit, and takes longest, first
+        # What most often does not fit, and takes longest, first.
+        listed.sort(key=lambda p: p.phase != "update")
         names = chosen(described["programs"], every_shape=request["every_shape"])
         tell("described", model=model, names=[p.name for p in listed if p.name in names], **described)
         by_name, chip = {p.name: p for p in listed}, chip_of(topology)

@@ -78,7 +78,7 @@ def test_parameters_lie_over_fsdp_and_tensor_where_they_divide(reference):
     assert attention["q"] == PartitionSpec(None, "fsdp", "tensor", None)
     assert attention["k"] == PartitionSpec(None, "fsdp", None, None)  # 2 kv heads stay whole
     assert mlp["down"] == PartitionSpec(None, None, "tensor", "fsdp")
-    assert specs["head"] == PartitionSpec("tensor", "fsdp")
+    assert specs["embed"] == specs["head"] == PartitionSpec("tensor", "fsdp")
 
 
 def test_a_tensor_axis_that_does_not_divide_the_heads_is_refused(reference):

@@ -117,6 +117,7 @@ def test_each_program_of_the_loop_is_there_and_memory_is_what_the_shapes_say(tmp
     assert sizes["parameters"] == pytest.approx(2 * parameters / 4, rel=0.01) == sizes["reference"]
     assert sizes["optimizer"] == pytest.approx(4 * sizes["parameters"], rel=0.01)  # float32 moments
     assert sizes["rollout parameters"] == pytest.approx(2 * parameters / 4, rel=0.01)
+    assert sizes["batch"] > 0
     # What the compiler counts as arguments is what the ledger has as residents, to its padding.
     assert sizes.get("other arguments", 0) < 0.02 * found["programs"]["update"]["argument_bytes"]
 
