@@ -210,12 +210,13 @@ import sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxrl.ops import token_log_probs_tpu as tpu, token_log_probs_tpu_kernels as kernels
+from jaxrl.ops.chip import chip_of
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.tpu import topology_mesh
 
 topology, width, kernel, steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 mesh = topology_mesh(topology)
-chip = tpu.chip_of(mesh)
+chip = chip_of(mesh)
 tpu.choose_blocks = lambda head, chip: tpu.Blocks(256, 1024)
 # The count of tokens is data: with it, the walk would not know how often the loop over pieces runs.
 kernels.each_piece = lambda body, size, used: jax.lax.fori_loop(

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxrl.ops.chip import chip_of
 from jaxrl.sharding import platform
 
 Implementation = Literal["xla", "pallas"]
@@ -55,7 +56,7 @@ def products(mesh: Mesh | None, implementation: Implementation | None) -> Produc
         raise ValueError(f"implementation {implementation!r}: needs xla, pallas or None")
     from jaxrl.ops import grouped_matmul_tpu as tpu  # half a second that only TPU needs
 
-    return tpu.products(tpu.chip_of(mesh))
+    return tpu.products(chip_of(mesh))
 
 
 def _whole(matrices: Matrices, dtype) -> jax.Array:

@@ -22,10 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl.ops.chip import Chip
 from jaxrl.ops.grouped_matmul import Matrices, Products
-from jaxrl.ops.token_log_probs_tpu import Chip, chip_of
-
-__all__ = ["chip_of", "products"]
 
 TILE = 512
 """Rows that are moved at a time."""

@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.ops import token_log_probs_chunked as chunked
+from jaxrl.ops.chip import chip_of
 from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax, cap, dot
 from jaxrl.sharding import platform
 
@@ -158,7 +159,7 @@ def _passes(spec: Spec) -> Passes:
         return Passes(chunked.block_tokens, chunked.forward, chunked.backward)
     from jaxrl.ops import token_log_probs_tpu as tpu  # half a second that only TPU needs
 
-    chip = tpu.chip_of(spec.mesh)
+    chip = chip_of(spec.mesh)
     return Passes(
         functools.partial(tpu.block_tokens, chip=chip),
         functools.partial(tpu.forward, chip=chip),

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
 
+from jaxrl.ops.chip import Chip
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.ops.token_log_probs_tpu_kernels import (
     COLUMNS,
@@ -41,32 +41,6 @@ from jaxrl.ops.token_log_probs_tpu_kernels import (
     hidden_kernel,
     slope_of_cap,
 )
-from jaxrl.sharding import platform
-
-_WIDE = ("TPU v6 lite", "TPU v6e", "TPU7x")
-"""Chips with matrix units of 256 x 256."""
-_VMEM_MIB = {"TPU v4": 14, "TPU v5 lite": 100, "TPU v5e": 100, "TPU v6 lite": 100, "TPU v6e": 100}
-_VMEM_MIB_ELSEWHERE = 50
-"""Of 128 MiB (v5e, v6e), 64 (v5p, TPU7x) and 16 (v4), what a kernel may use. The blocks this makes, in
-bfloat16:
-
-    D      v5e, v6e (outer, inner)    v5p
-    4096   1024, 1024                 512, 1024
-    5376   1024, 1024                 512, 512
-
-found by compiling: VMEM is 2 x (outer + inner) + 2 x outer rows of D in bfloat16 (the pipeline's buffers),
-and outer rows in float32."""
-
-
-class Chip(NamedTuple):
-    """What the kernels are compiled for."""
-
-    vmem_bytes: int
-    interpret: bool
-    cores: int = 1
-    """TensorCores that share a kernel's grid."""
-    mxu: int = 128
-    """Rows and columns of a matrix unit."""
 
 
 class Blocks(NamedTuple):
@@ -87,21 +61,16 @@ class Jacobian(NamedTuple):
     """[N]; 0 if elsewhere."""
 
 
-def chip_of(mesh: Mesh | None) -> Chip:
-    """Of the mesh's devices; without a TPU the kernels are interpreted."""
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    mib = _VMEM_MIB.get(device.device_kind, _VMEM_MIB_ELSEWHERE)
-    on_tpu = platform(mesh) == "tpu"
-    return Chip(
-        mib * 2**20,
-        interpret=not on_tpu,
-        cores=device.num_cores if on_tpu else 1,
-        mxu=256 if device.device_kind in _WIDE else 128,
-    )
-
-
 def choose_blocks(head, chip: Chip) -> Blocks:
-    """The largest that fit: the inner array is read once per outer block."""
+    """The largest that fit: the inner array is read once per outer block. In bfloat16:
+
+        D      v5e, v6e (outer, inner)    v5p
+        4096   1024, 1024                 512, 1024
+        5376   1024, 1024                 512, 512
+
+    found by compiling: VMEM is 2 x (outer + inner) + 2 x outer rows of D in bfloat16 (the pipeline's
+    buffers), and outer rows in float32.
+    """
     for outer in (1024, 512, 256):
         for inner in (1024, 512):
             if _needed_vmem(head, Blocks(outer, inner)) <= chip.vmem_bytes:

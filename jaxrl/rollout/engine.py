@@ -480,7 +480,7 @@ class Engine:
             hidden, cache = self.model.extend(params, tokens[:, None], positions[:, None], cache, pages)
             return hidden[:, 0], cache
 
-        if self.in_place:  # on TPU a branch would cost each step 2 % more bytes, to save a dispatch's last one
+        if self.in_place:  # on TPU a branch costs every step 2 % more bytes, to save one of a dispatch
             hidden, cache = extend(cache)
         else:
             hidden, cache = lax.cond(jnp.any(still), extend, lambda cache: (slots.hidden, cache), cache)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxrl.ops import grouped_matmul_tpu
+from jaxrl.ops.chip import Chip
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices, products
-from jaxrl.ops.token_log_probs_tpu import Chip
 from jaxrl.sharding import MeshConfig, make_mesh
 
 IMPLEMENTATIONS = ("xla", "pallas")
