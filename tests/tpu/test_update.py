@@ -142,14 +142,12 @@ def attention_seconds() -> float:
 MESH = (8, 2)
 """fsdp and tensor: of the meshes of 16, the one in which layers send least."""
 CASES = {layers: ("v5e:4x4", MESH, "qwen", layers, "bfloat16", "device", "attention") for layers in (2, 4)}
-LOW, MASTER = (
-    ("v6e:2x2", (2, 2), "small", 2, dtype, "device", "attention", 512) for dtype in ("bfloat16", "float32")
-)
+MASTER = ("v5e:4x4", MESH, "qwen", 2, "float32", "device", "attention")
 
 
 @pytest.mark.slow
 def test_memory_time_and_wire_against_tunix():
-    for case in CASES.values():
+    for case in (*CASES.values(), MASTER):
         start(*case)
     two, four = (cost_of(*CASES[layers]) for layers in (2, 4))
     for layers, cost in ((2, two), (4, four)):
@@ -164,10 +162,10 @@ def test_memory_time_and_wire_against_tunix():
 @pytest.mark.slow
 def test_float32_master_and_moments_cost_their_bytes_and_no_more():
     """Gradients are float32 then; activations and what travels stay bfloat16."""
-    low, master = cost_of(*LOW), cost_of(*MASTER)
-    assert master["alias_bytes"] >= 0.99 * master["argument_bytes"]
+    low, master = cost_of(*CASES[2]), cost_of(*MASTER)
+    assert master["alias_bytes"] >= 0.999 * master["argument_bytes"]
     assert master["argument_bytes"] == pytest.approx(2 * low["argument_bytes"], rel=0.01)
-    assert master["temp_gib"] <= 1.05 * low["temp_gib"]
+    assert master["temp_gib"] <= 0.6 * TUNIX_TEMP_GIB[2]
     assert master["wire_bytes"] <= 1.1 * low["wire_bytes"]
 
 
@@ -181,7 +179,7 @@ def test_moments_in_host_memory_leave_a_third_of_the_state_on_the_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 def test_other_chips_compile_it(topology):
-    cost = cost_of(topology, *MASTER[1:])
+    cost = cost_of(topology, (2, 2), "small", 2, "float32", "device", "attention", 512)
     assert cost["kernels"] >= 3 and cost["alias_bytes"] >= 0.99 * cost["argument_bytes"]
 
 
