@@ -291,7 +291,8 @@ class Checkpoints:
         self._metrics[step] = {k: float(v) for k, v in metrics.items()}
         if distributed.is_first():
             folder = self.directory / str(step)
-            folder.write_json(RECORD, {**(folder.read_json(RECORD) or {}), "metrics": self._metrics[step]})
+            if record := folder.read_json(RECORD):
+                folder.write_json(RECORD, {**record, "metrics": self._metrics[step]})
 
     def wait(self) -> None:
         """Until the last write and the deletions after it are done. SaveError when it failed."""
@@ -415,16 +416,21 @@ class Checkpoints:
 
 
 def kept_steps(metrics: Mapping[int, Mapping[str, float]], config: CheckpointConfig) -> set[int]:
-    """Which of the checkpoints stay: the last ones, every so manieth, and the best. ``metrics`` are those
-    of each step; of equal ones the newer is better, and NaN is no value."""
+    """Return the steps whose checkpoints stay: the last, every ``keep_every``-th, and the best.
+
+    ``metrics`` are those of each step. Of equal values the newer is better; what is missing or not finite is
+    no value.
+    """
     steps = sorted(metrics)
     kept = set(steps[-config.keep_last :])
     if config.keep_every:
         kept |= {step for step in steps if step % config.keep_every == 0}
     sign = 1 if config.best_mode == "max" else -1
     values = {step: metrics[step].get(config.best_metric, math.nan) for step in steps}
-    ranked = sorted((sign * value, step) for step, value in values.items() if not math.isnan(value))
-    return kept | {step for _, step in ranked[len(ranked) - config.keep_best :]}
+    ranked = sorted(
+        ((sign * value, step) for step, value in values.items() if math.isfinite(value)), reverse=True
+    )
+    return kept | {step for _, step in ranked[: config.keep_best]}
 
 
 def _scan(directory: Folder) -> dict[int, dict[str, float]]:
@@ -441,7 +447,7 @@ def _scan(directory: Folder) -> dict[int, dict[str, float]]:
         if problem:
             logger.warning("%s is passed over: %s", directory / name, problem)
         else:
-            found[int(name)] = dict(record["metrics"])
+            found[int(name)] = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
     return found
 
 

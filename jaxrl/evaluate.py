@@ -12,7 +12,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import json
 import math
 import shutil
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import distributed
+from jaxrl import distributed, strict_json
 from jaxrl.assembly import Assembly, assemble, split_checkpoint
 from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError, run_cli
@@ -216,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name:28} {value:.4f}")
         if given.output:
             rows = sample_rows(completions, scores)
-            Path(given.output).write_text(json.dumps({"metrics": found, "samples": rows}, indent=1))
+            Path(given.output).write_text(strict_json.dumps({"metrics": found, "samples": rows}, indent=1))
     return 0
 
 

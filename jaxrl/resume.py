@@ -4,10 +4,11 @@ since."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl import distributed
+from jaxrl import distributed, strict_json
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
@@ -95,6 +96,7 @@ def restore_or_start(
         return state, {}
     meta = checkpoints.meta(step)
     tell_changes(meta["config"], to_dict(parts.config))
+    meta |= {name: _numbers(meta[name]) for name in ("latest", "pending") if name in meta}
     logger.info("continuing from step %d of %s", step, checkpoints.directory)
     return checkpoints.restore(step, state_shapes(parts, programs)), meta
 
@@ -152,11 +154,19 @@ def run_meta(
         "data": data,
         "rng": {"seed": config.seed, "state": "none: a function of (seed, step, prompt, sample, position)"},
         "latest": _plain(latest),
-        "pending": None if pending is None else _plain(pending),
+        "pending": _plain(pending),
         "config": to_dict(config),
         **environment(),
     }
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+def _plain(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Metrics as JSON holds them."""
+    return None if metrics is None else strict_json.plain(metrics)
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
+    """What ``_plain`` was given; None stands for every number that was not finite."""
+    if metrics is None:
+        return None
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

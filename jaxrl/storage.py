@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxrl import strict_json
 from jaxrl.config import ConfigError
 
 # Orbax's paths (etils) would go to buckets through TensorFlow where that is installed. They read this once a
@@ -98,7 +99,8 @@ class Folder:
         return value if isinstance(value, dict) else None
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        self.write(name, json.dumps(value).encode())
+        """A JSON object; see ``strict_json`` for NaN."""
+        self.write(name, strict_json.dumps(value).encode())
 
     def make(self) -> None:
         """Create it with its parents; a bucket needs nothing."""

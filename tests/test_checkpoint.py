@@ -1,8 +1,10 @@
 """Checkpoints of a small state: durability, retention, both storages, errors. The loop around them is in
 test_train."""
 
+import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -133,6 +135,78 @@ def test_retention_keeps_the_last_the_best_and_every_so_many():
     assert kept(metrics, keep_last=1, keep_best=2, best_mode="min") == [10, 60, 70]
     assert kept(metrics, keep_last=1, keep_best=99) == [10, 20, 30, 50, 60, 70]
     assert kept({}, keep_last=1) == []
+
+
+def wanted_of(history, last, every, best, mode):
+    """What stays of everything that was ever saved, read off its description."""
+    order = [step for step, _ in history]
+    stays = set(order[len(order) - min(last, len(order)) :])
+    if every is not None:
+        stays.update(step for step in order if step % every == 0)
+    measured = [(step, m["m"]) for step, m in history if -math.inf < m.get("m", math.nan) < math.inf]
+    for _ in range(min(best, len(measured))):
+        top = max(value for _, value in measured) if mode == "max" else min(value for _, value in measured)
+        winner = max(step for step, value in measured if value == top)
+        stays.add(winner)
+        measured = [(step, value) for step, value in measured if step != winner]
+    return stays
+
+
+SERIES = {
+    "rising": [{"m": n / 30} for n in range(30)],
+    "falling": [{"m": -n / 30} for n in range(30)],
+    "ties": [{"m": float(n % 3)} for n in range(30)],
+    "constant": [{"m": 0.5}] * 30,
+    "holes": [{} if n % 4 == 0 else {"m": math.nan if n % 5 == 0 else n * 7 % 11} for n in range(30)],
+    "not finite": [{"m": [math.inf, -math.inf, math.nan, n][n % 4]} for n in range(30)],
+    "never": [{"other": 1.0}] * 30,
+}
+
+
+@pytest.mark.parametrize("series", SERIES)
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_thirty_saves_one_after_the_other_keep_what_is_promised(series, mode):
+    """As a run does it: what was deleted once is not there at the next save."""
+    for last, every, best in itertools.product((1, 2, 5), (None, 1, 4, 10), (0, 1, 2, 3, 7, 40)):
+        settings = {"keep_last": last, "keep_every": every, "keep_best": best, "best_mode": mode}
+        config = CheckpointConfig(best_metric="m", **settings)
+        there, history = {}, []
+        for step, metrics in enumerate(SERIES[series], 1):
+            there[step] = metrics
+            history.append((step, metrics))
+            kept = kept_steps(there, config)
+            assert kept == wanted_of(history, last, every, best, mode), (settings, step)
+            assert step in kept
+            there = {step: there[step] for step in kept}
+
+
+def test_the_best_three_of_a_rising_metric_stay(tmp_path):
+    config = CheckpointConfig(keep_last=1, keep_best=3, best_metric="m")
+    with Checkpoints(tmp_path, config) as checkpoints:
+        for step in range(1, 5):
+            save(checkpoints, step, m=step / 10)
+    with Checkpoints(tmp_path, config) as checkpoints:
+        for step in range(5, 9):
+            save(checkpoints, step, m=step / 10)
+        save(checkpoints, 9, m=math.nan)
+        checkpoints.wait()
+        assert checkpoints.steps() == Checkpoints.list_steps(tmp_path) == [6, 7, 8, 9]
+
+
+def test_records_are_strict_json_and_nan_is_no_value_after_a_restart(tmp_path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    config = CheckpointConfig(keep_last=1, keep_best=1, best_metric="m")
+    with Checkpoints(tmp_path, config) as checkpoints:
+        save(checkpoints, 1, m=0.5)
+        save(checkpoints, 2, m=math.nan, other=-math.inf)
+    for record in sorted(tmp_path.glob("checkpoints/*/complete.json")):
+        json.loads(record.read_text(), parse_constant=refuse)
+    with Checkpoints(tmp_path, config) as checkpoints:
+        save(checkpoints, 3, m=math.nan)
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
 
 
 def test_the_best_are_known_after_a_restart(tmp_path):

@@ -6,7 +6,6 @@ Exit codes: 0 it fits; 4 it does not; 1 the compiler failed for another reason; 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxrl import strict_json
 from jaxrl.config import ConfigError, load, run_cli, to_dict
 from jaxrl.plan import auto
 from jaxrl.plan.advice import changes
@@ -149,9 +149,9 @@ def assumptions(config: RunConfig, given: argparse.Namespace) -> Assumed:
 def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:
     """JSON and page, where they are asked for."""
     if given.json == "-":
-        print(json.dumps(plan.as_json(), indent=2))
+        print(strict_json.dumps(plan.as_json(), indent=2))
     elif given.json:
-        Path(given.json).write_text(json.dumps(plan.as_json(), indent=2) + "\n")
+        Path(given.json).write_text(strict_json.dumps(plan.as_json(), indent=2) + "\n")
         console.print(f"JSON: {given.json}")
     if given.save:
         console.print(f"executables: {given.save}; train loads them with executables={given.save}")
