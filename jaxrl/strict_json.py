@@ -9,8 +9,8 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON can hold it: numpy's arrays and scalars as lists and numbers, and None for what
-    is not finite. What JSON has no word for stays, and ``dumps`` refuses it."""
+    """Return ``value`` as JSON can hold it: numpy's arrays and scalars as lists and numbers, and None for
+    what is not finite. What JSON has no word for stays, and ``dumps`` refuses it."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
