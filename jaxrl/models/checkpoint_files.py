@@ -4,6 +4,7 @@ time."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import numpy as np
 
 from jaxrl.config import ConfigError
 
+log = logging.getLogger("jaxrl")
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -21,6 +24,9 @@ _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 class TensorFiles:
     """Read access to all tensors of a folder by name; nothing is read until asked for.
+
+    As in transformers, ``model.safetensors`` is taken before an index, and of the shards of an index only
+    the tensors that it names.
 
     Raises:
         ConfigError: no weights, a shard that the index names but is not there, a file that is not
@@ -31,24 +37,33 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         self.folder = folder
-        self.file_of, listed = _weight_map(folder)
+        weight_map = _weight_map(folder)
         self._open: dict[str, Any] = {}
-        present: dict[str, str] = {}
-        for file in sorted(set(self.file_of.values()) | set(listed)):
+        for file in [SINGLE_FILE] if weight_map is None else sorted(set(weight_map.values())):
             try:
                 self._open[file] = safe_open(folder / file, framework="numpy")
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{folder / file}: cannot be read as safetensors: {error}") from None
-            present |= dict.fromkeys(self._open[file].keys(), file)
-        for name, file in self.file_of.items():
-            if present.get(name) != file:
+        present = {file: set(opened.keys()) for file, opened in self._open.items()}
+        if weight_map is None:
+            weight_map = dict.fromkeys(sorted(present[SINGLE_FILE]), SINGLE_FILE)
+        for name, file in weight_map.items():
+            if name not in present[file]:
                 raise ConfigError(
                     f"{folder / INDEX_FILE}: tensor {name!r} is not in {file}, which the index names"
                 )
-        self.file_of = present
+        self.file_of = weight_map
+        """Tensor name -> file name."""
+        ignored = sum(len(names) for names in present.values()) - len(weight_map)
+        if ignored:
+            log.warning("%s: %d tensors of its shards are not in %s: ignored", folder, ignored, INDEX_FILE)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: F32, BF16, F8_E4M3, ..."""
+        return str(self._slice(name).get_dtype())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A copy of a part of a tensor."""
@@ -58,15 +73,17 @@ class TensorFiles:
         return self._open[self.file_of[name]].get_slice(name)
 
 
-def _weight_map(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Name -> file as the index says, and the files to look into when there is no index."""
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Name -> file as the index says; None where one file holds everything."""
     index = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file():
+        if index.is_file():
+            log.warning("%s: has %s and %s; the index is ignored", folder, SINGLE_FILE, INDEX_FILE)
+        return None
     if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            raise ConfigError(
-                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; safetensors weights are needed"
-            )
-        return {}, [SINGLE_FILE]
+        raise ConfigError(
+            f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; safetensors weights are needed"
+        )
     try:
         weight_map = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -79,7 +96,7 @@ def _weight_map(folder: Path) -> tuple[dict[str, str], list[str]]:
             raise ConfigError(
                 f"{folder}: shard {file!r} with {names} tensors is missing; {INDEX_FILE} names it"
             )
-    return weight_map, []
+    return weight_map
 
 
 def plan_shards(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:

@@ -1,9 +1,7 @@
 """Hugging Face config.json <-> ModelConfig, one entry of a table for each family.
 
-Spellings: transformers 4 writes ``rope_theta`` / ``rope_scaling`` (and ``rope_local_base_freq`` for Gemma 3),
-transformers 5 writes ``rope_parameters``, one for all layers or one for each layer type. ``layer_types`` is
-derived where it is absent. Defaults are those of transformers, since config.json files on the hub leave them
-out.
+Both spellings, of transformers 4 and 5, are read (``rope_keys.py``). ``layer_types`` is derived where it is
+absent. Defaults are those of transformers, since config.json files on the hub leave them out.
 """
 
 from __future__ import annotations
@@ -13,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxrl.config import ConfigError, nearest
-from jaxrl.models.config import LayerKind, ModelConfig, MoeConfig, RopeConfig
+from jaxrl.models.config import LayerKind, ModelConfig, MoeConfig
+from jaxrl.models.rope_keys import LAYER_TYPES, read_rope, write_rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,14 @@ class Family:
     width_key: str = "intermediate_size"
 
 
-_COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False}
+_COMMON = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}
+_QWEN = {**_COMMON, "max_position_embeddings": 32768}
 _GEMMA = {
     **_COMMON,
     "tie_word_embeddings": True,
@@ -38,14 +44,18 @@ _GEMMA = {
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "max_position_embeddings": 8192,
 }
 _GEMMA_FEATURES = {"norm_offset": 1.0, "sandwich_norms": True, "scale_embeddings": True}
 FAMILIES: dict[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", defaults=_COMMON),
-    "mistral": Family(architecture="MistralForCausalLM", defaults={**_COMMON, "sliding_window": 4096}),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", defaults=_COMMON, features={"qkv_bias": True}),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults={**_COMMON, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", defaults=_QWEN, features={"qkv_bias": True}),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM", defaults={**_COMMON, "head_dim": 128}, features={"qk_norm": "head"}
+        architecture="Qwen3ForCausalLM", defaults={**_QWEN, "head_dim": 128}, features={"qk_norm": "head"}
     ),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM",
@@ -67,19 +77,30 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        defaults={**_COMMON, "norm_topk_prob": False},
+        defaults={**_QWEN, "norm_topk_prob": False},
         features={"qk_norm": "head"},
         experts_key="num_experts",
         width_key="moe_intermediate_size",
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        defaults={**_COMMON, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "norm_topk_prob": True},
+        defaults={
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 131072,
+        },
         experts_key="num_local_experts",
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
-        defaults={**_COMMON, "rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        defaults={
+            **_COMMON,
+            "rms_norm_eps": 1e-5,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 4096,
+        },
         features={"qk_norm": "projection"},
         experts_key="num_experts",
     ),
@@ -93,11 +114,11 @@ _MUST_BE_OFF = (
     "clip_qkv",
     "mlp_bias",
     "mlp_only_layers",
-    "quantization_config",
     "router_jitter_noise",
     "use_bidirectional_attention",
 )
 """Features the decoder does not have: a value that switches one on is refused."""
+_QUANTISED = ("quantization_config", "compression_config")
 _MUST_BE_ONE = ("decoder_sparse_step", "partial_rotary_factor")
 _ACTIVATIONS: dict[Any, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -115,7 +136,7 @@ SCRATCH_KEYS = frozenset(
 """Keys of a config.json that a model from scratch takes."""
 
 
-class _Reader:
+class Reader:
     """Looks keys up with the family's defaults and collects what is wrong, so that all of it is told at
     once."""
 
@@ -124,10 +145,11 @@ class _Reader:
         self.found: list[tuple[str, str]] = []
         kind = given.get("model_type")
         if kind == "gemma3":  # the multimodal wrapper: only its text part is a decoder of ours
-            given = {
-                "tie_word_embeddings": given.get("tie_word_embeddings", True),
-                **given.get("text_config", {}),
-            }
+            text = given.get("text_config") or {}
+            if not isinstance(text, Mapping):
+                raise ConfigError(f"{where}: text_config is {text!r}; an object is needed", "text_config")
+            outer = {key: given[key] for key in _QUANTISED if given.get(key)}
+            given = {"tie_word_embeddings": given.get("tie_word_embeddings", True), **text, **outer}
             kind = given.setdefault("model_type", "gemma3_text")
         elif kind in FAMILIES:
             architectures = given.get("architectures") or [FAMILIES[kind].architecture]
@@ -155,7 +177,7 @@ class _Reader:
 
     def raise_found(self) -> None:
         if self.found:
-            raise ConfigError(self.found)
+            raise ConfigError(list(dict.fromkeys(self.found)))
 
     def has(self, key: str) -> bool:
         return self.given.get(key) is not None
@@ -184,10 +206,21 @@ class _Reader:
             return kind(1)
         return kind(value)
 
+    def flag(self, key: str) -> bool:
+        """A switch; words such as "no" and "false" are refused."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            self.problem(key, f"{key} is {value!r}; true or false is needed")
+        return value is True
+
+    def optional(self, key: str) -> float | None:
+        """A positive number, or None where it is off."""
+        return None if self.get(key) is None else self.number(key, kind=float)
+
 
 def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """See ``ModelConfig.from_hf``."""
-    r = _Reader(given, where)
+    r = Reader(given, where)
     _refuse_unsupported(r)
     hidden, heads = r.number("hidden_size"), r.number("num_attention_heads")
     derived = not r.found  # of sizes that are missing nothing can be derived
@@ -204,9 +237,9 @@ def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     activation = r.get("hidden_activation") or r.get("hidden_act")
     if activation not in _ACTIVATIONS:
         r.problem("hidden_act", f"activation {activation!r} is unknown; known are {', '.join(_ACTIVATIONS)}")
-    query_scalar = r.get("query_pre_attn_scalar")
+    query_scalar = r.optional("query_pre_attn_scalar")
     types = _layer_types(r)
-    kinds = {kind: LayerKind(window=_window(r, kind), rope=_rope(r, kind)) for kind in sorted(set(types))}
+    kinds = {kind: LayerKind(window=_window(r, kind), rope=read_rope(r, kind)) for kind in sorted(set(types))}
     config = ModelConfig(
         family=r.kind,
         vocab_size=r.number("vocab_size"),
@@ -218,12 +251,12 @@ def read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         layers=tuple(kinds[kind] for kind in types),
         rms_norm_eps=r.number("rms_norm_eps", kind=float),
         activation=_ACTIVATIONS.get(activation, "silu"),
-        tie_embeddings=bool(r.get("tie_word_embeddings")),
-        attention_scale=float(query_scalar or head_dim) ** -0.5,
-        attention_soft_cap=r.get("attn_logit_softcapping"),
-        final_soft_cap=r.get("final_logit_softcapping"),
+        tie_embeddings=r.flag("tie_word_embeddings"),
+        attention_scale=(query_scalar or head_dim) ** -0.5,
+        attention_soft_cap=r.optional("attn_logit_softcapping"),
+        final_soft_cap=r.optional("final_logit_softcapping"),
         moe=_moe(r) if r.family.experts_key else None,
-        max_positions=r.number("max_position_embeddings", 2048),
+        max_positions=r.number("max_position_embeddings"),
         **r.family.features,
     )
     r.raise_found()
@@ -267,7 +300,7 @@ def write(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": main.rope.theta,
-        "rope_scaling": _rope_dict(main.rope),
+        "rope_scaling": write_rope(main.rope),
         "sliding_window": sliding.window if sliding else None,
         "attention_bias": False,
         "dtype": dtype,
@@ -301,37 +334,46 @@ def _as_int(value: float) -> int | float:
     return round(value) if abs(value - round(value)) < 1e-6 * value else value
 
 
-def _refuse_unsupported(r: _Reader) -> None:
+def _refuse_unsupported(r: Reader) -> None:
     for key in _MUST_BE_OFF:
         if r.given.get(key):
             r.problem(key, f"{key} is {r.given[key]!r}, which the decoder does not support; it has to be off")
+    for key in _QUANTISED:
+        if given := r.given.get(key):
+            method = given.get("quant_method") if isinstance(given, Mapping) else None
+            r.problem(
+                key,
+                f"{key} is {given if method is None else method!r}, but quantised weights are not supported; "
+                "give a folder of float32, bfloat16 or float16 weights",
+            )
     for key in _MUST_BE_ONE:
         if r.given.get(key, 1) not in (1, None):
             r.problem(key, f"{key} is {r.given[key]!r}, which the decoder does not support; it has to be 1")
 
 
-def _moe(r: _Reader) -> MoeConfig:
+def _moe(r: Reader) -> MoeConfig:
     experts, chosen = r.number(r.family.experts_key), r.number("num_experts_per_tok")
     if chosen > experts:
         r.problem("num_experts_per_tok", f"{chosen} experts per token, but there are {experts}")
-    normalize = True if r.kind == "mixtral" else bool(r.get("norm_topk_prob"))
+    normalize = True if r.kind == "mixtral" else r.flag("norm_topk_prob")
     return MoeConfig(num_experts=experts, experts_per_token=chosen, normalize=normalize)
 
 
-def _layer_types(r: _Reader) -> list[str]:
+def _layer_types(r: Reader) -> list[str]:
     """``sliding_attention`` or ``full_attention`` for each layer, as given or as the family derives it."""
     count = r.number("num_hidden_layers")
     given = r.given.get("layer_types")
     if given is not None:
+        if not isinstance(given, list | tuple):
+            r.problem("layer_types", f"layer_types is {given!r}; a list is needed")
+            return ["full_attention"] * count
         if len(given) != count:
             r.problem(
                 "layer_types", f"layer_types has {len(given)} entries, but num_hidden_layers is {count}"
             )
-        unknown = sorted(set(given) - {"sliding_attention", "full_attention"})
+        unknown = sorted({str(kind) for kind in given} - set(LAYER_TYPES))
         if unknown:
-            r.problem(
-                "layer_types", f"unknown {', '.join(unknown)}; known are sliding_attention, full_attention"
-            )
+            r.problem("layer_types", f"unknown {', '.join(unknown)}; known are {', '.join(LAYER_TYPES)}")
             return ["full_attention"] * count
         return list(given)
     window = r.get("sliding_window")
@@ -341,76 +383,21 @@ def _layer_types(r: _Reader) -> list[str]:
         pattern = r.number("_sliding_window_pattern", r.number("sliding_window_pattern"))
         sliding = [(i + 1) % pattern != 0 for i in range(count)]
     elif r.kind in ("qwen2", "qwen3", "qwen3_moe"):
-        first = 0 if r.kind == "qwen3_moe" else r.get("max_window_layers", 28)
-        on = bool(r.get("use_sliding_window")) and window is not None
+        first = 0 if r.kind == "qwen3_moe" else _first_window_layer(r)
+        on = r.flag("use_sliding_window") and window is not None
         sliding = [on and i >= first for i in range(count)]
     else:
         sliding = [window is not None and r.kind in ("mistral", "mixtral")] * count
     return ["sliding_attention" if s else "full_attention" for s in sliding]
 
 
-def _window(r: _Reader, kind: str) -> int | None:
+def _first_window_layer(r: Reader) -> int:
+    value = r.get("max_window_layers", 28)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        r.problem("max_window_layers", f"max_window_layers is {value!r}; a number of layers is needed")
+        return 0
+    return value
+
+
+def _window(r: Reader, kind: str) -> int | None:
     return r.number("sliding_window") if kind == "sliding_attention" else None
-
-
-def _rope(r: _Reader, kind: str) -> RopeConfig:
-    """Rope of the layers of one kind. Gemma 3 has another base, and no scaling, on its sliding layers."""
-    local = r.kind == "gemma3_text" and kind == "sliding_attention"
-    scaling = dict(r.get("rope_scaling") or {})
-    theta = r.number("rope_local_base_freq" if local else "rope_theta", kind=float)
-    if local:
-        scaling = {}
-    if r.has("rope_parameters"):
-        parameters = r.given["rope_parameters"]
-        nested = any(isinstance(value, Mapping) for value in parameters.values())
-        new = dict((parameters.get(kind) or {}) if nested else parameters)
-        new_theta = float(new.pop("rope_theta", theta))
-        if not local and r.has("rope_theta") and new_theta != theta:
-            r.problem("rope_theta", f"rope_theta {theta} disagrees with rope_parameters ({new_theta})")
-        theta, scaling = new_theta, new
-    return _scaled_rope(r, theta, scaling)
-
-
-def _scaled_rope(r: _Reader, theta: float, scaling: dict[str, Any]) -> RopeConfig:
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if scaling.get("partial_rotary_factor", 1) != 1:
-        r.problem(
-            "rope_parameters", f"partial_rotary_factor {scaling['partial_rotary_factor']} is not supported"
-        )
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in needed:
-        r.problem("rope_scaling", f"unknown rope type {kind!r}; known are {', '.join(needed)}")
-        return RopeConfig(theta=theta)
-    missing = [key for key in needed[kind] if not isinstance(scaling.get(key), (int, float))]
-    if missing:
-        r.problem("rope_scaling", f"rope type {kind!r} needs the numbers {', '.join(missing)}")
-        return RopeConfig(theta=theta)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=float(scaling["factor"]))
-    return RopeConfig(
-        theta=theta,
-        scaling="llama3",
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_positions=int(scaling["original_max_position_embeddings"]),
-    )
-
-
-def _rope_dict(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.scaling == "default":
-        return None
-    out: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "llama3":
-        out |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
-    return out

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ log = logging.getLogger("jaxrl")
 
 MAX_SHARD_BYTES = 5 * 10**9
 _TEXT_PREFIXES = ("language_model.", "model.language_model.")
+_FLOATS = ("F32", "BF16", "F16", "F64")
+_PACKED = ("F8", "F6", "F4", "I8", "U8", "I4", "U4", "I32", "U32")
+"""Types that quantised weights are kept in."""
 _OTHER_MODALITIES = (
     "vision_tower.",
     "multi_modal_projector.",
@@ -76,8 +79,8 @@ def load_params(
     ``model.mesh``).
 
     Raises:
-        ConfigError: a shard or tensor is missing, unexpected or of another shape, or the files contradict
-            ``tie_word_embeddings``; nothing has been read then.
+        ConfigError: a shard or tensor is missing, unexpected, quantised or of another shape, or the files
+            contradict ``tie_word_embeddings``; nothing has been read then.
     """
     files = TensorFiles(resolve(str(path)))
     wanted = list(tensors(model.config))
@@ -88,7 +91,7 @@ def load_params(
 
 def match_names(files: TensorFiles, wanted: list[Tensor], config: ModelConfig) -> dict[str, str]:
     """Tensor name -> name in the files, after checking that both sides are complete."""
-    found = {}
+    found: dict[str, str] = {}
     for name in files.file_of:
         if name.startswith(_OTHER_MODALITIES) or name.endswith("rotary_emb.inv_freq"):
             continue
@@ -97,8 +100,13 @@ def match_names(files: TensorFiles, wanted: list[Tensor], config: ModelConfig) -
             if name.startswith(prefix):
                 rest = name.removeprefix(prefix)
                 plain = rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
+        if plain in found:
+            raise ConfigError(
+                f"{files.folder}: tensors {found[plain]!r} and {name!r} mean the same; keep one"
+            )
         found[plain] = name
     needed = {t.name: t for t in wanted}
+    _refuse_quantised(files, found, needed)
     problems = []
     for name, t in needed.items():
         if name not in found:
@@ -125,6 +133,22 @@ def match_names(files: TensorFiles, wanted: list[Tensor], config: ModelConfig) -
         more = f" (and {len(problems) - 5} more problems)" if len(problems) > 5 else ""
         raise ConfigError(f"{files.folder}: {'; '.join(problems[:5])}{more}")
     return {t.name: found[t.name] for t in wanted}
+
+
+def _refuse_quantised(files: TensorFiles, found: dict[str, str], needed: Collection[str]) -> None:
+    """ConfigError for weights that are not plain floating-point numbers."""
+    dtypes = {plain: files.dtype(name) for plain, name in found.items()}
+    odd = [
+        plain
+        for plain, dtype in dtypes.items()
+        if dtype not in _FLOATS and (plain in needed or dtype.startswith(_PACKED))
+    ]
+    if odd:
+        name = found[odd[0]]
+        raise ConfigError(
+            f"{files.folder}: tensor {name!r} in {files.file_of[name]} is {dtypes[odd[0]]} ({len(odd)} such "
+            f"tensors); quantised weights are not supported, give a folder of {', '.join(_FLOATS)} weights"
+        )
 
 
 def read_params(

@@ -8,6 +8,7 @@ import tracemalloc
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.models import Model, ModelConfig, hf
+from jaxrl.models.checkpoint_files import TensorFiles
 from jaxrl.sharding import MeshConfig, make_mesh, named
 
 
@@ -202,6 +204,64 @@ def test_a_tensor_in_another_shard_than_the_index_says_is_refused(reference, tmp
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=f"'{NORM}' is not in model-00001"):
         hf.load_params(folder, reference.load("llama_sharded").model)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_ignored(reference, tmp_path, caplog):
+    """Leftovers in a shard, the same tensor in another shard, and shards nobody names, as in transformers."""
+    c = reference.load("llama_sharded")
+    folder = copy_of(c, tmp_path)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    other = next(file for file in sorted(set(index.values())) if file != index[NORM])
+    stale = {"model.extra": np.zeros(3, np.float32), NORM: np.zeros(64, np.float32)}
+    save_file(load_file(folder / other) | stale, folder / other)
+    save_file(stale, folder / "model-00007-of-00007.safetensors")
+    save_file(stale, folder / "consolidated.safetensors")
+    with caplog.at_level("WARNING", "jaxrl"):
+        assert_equal(hf.load_params(folder, c.model), c.params)
+    assert f"2 tensors of its shards are not in {INDEX}" in caplog.text
+
+
+def test_one_file_is_taken_before_an_index_as_in_transformers(reference, tmp_path, caplog):
+    sharded, whole = reference.load("llama_sharded"), reference.load("llama")
+    folder = copy_of(sharded, tmp_path)
+    tensors = load_file(whole.folder / "model.safetensors")
+    save_file(tensors | {NORM: tensors[NORM] + 1}, folder / "model.safetensors")
+    with caplog.at_level("WARNING", "jaxrl"):
+        files = TensorFiles(folder)
+    np.testing.assert_array_equal(files.read(NORM, (slice(None),)), tensors[NORM] + 1)
+    assert "the index is ignored" in caplog.text
+
+
+def quantise(name, dtype, **more):
+    """A tensor as quantised weights are kept, with ``more`` beside it."""
+    return lambda folder: change_tensors(
+        folder, lambda t: t.update({name: t[name].astype(dtype)}, **more) if name in t else t.update(more)
+    )
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+PACKED = UP.replace("weight", "qweight")
+QUANTISED = [
+    ("fp8", quantise(UP, ml_dtypes.float8_e4m3fn), UP, "F8_E4M3"),
+    ("fp8 e5m2", quantise(UP, ml_dtypes.float8_e5m2), UP, "F8_E5M2"),
+    ("int8", quantise(UP, np.int8), UP, "I8"),
+    ("bytes of 4 bits", quantise(UP, np.uint8), UP, "U8"),
+    ("packed int4", quantise("", None, **{PACKED: np.zeros((8, 8), np.int32)}), PACKED, "I32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "dtype"), [q[1:] for q in QUANTISED], ids=[q[0] for q in QUANTISED]
+)
+def test_quantised_tensors_are_refused_before_anything_is_read(
+    spoil, name, dtype, reference, tmp_path, monkeypatch
+):
+    c = reference.load("llama")
+    folder = copy_of(c, tmp_path)
+    spoil(folder)
+    monkeypatch.setattr(TensorFiles, "read", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(ConfigError, match=rf"'{name}' in model.safetensors is {dtype} .*quantised weights"):
+        hf.load_params(folder, c.model)
 
 
 def test_the_text_part_of_a_multimodal_checkpoint(reference, tmp_path):

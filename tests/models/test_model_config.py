@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 
 from jaxrl.config import ConfigError
 from jaxrl.models import LayerKind, ModelConfig, ModelSource, RopeConfig
+from jaxrl.models.families import FAMILIES
 
 LLAMA = {
     "model_type": "llama",
@@ -19,6 +21,12 @@ LLAMA = {
     "num_attention_heads": 4,
     "rope_theta": 10000.0,
 }
+
+LENGTH = "original_max_position_embeddings"
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FULL_LLAMA3 = LLAMA3 | {LENGTH: 64}
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def config_json(checkpoint) -> dict:
@@ -78,6 +86,85 @@ def test_the_text_part_of_a_multimodal_gemma3(reference):
     assert config.layers[5].rope.factor == 8.0 and config.layers[0].window == 1024
 
 
+def test_a_quantised_multimodal_gemma3_is_refused():
+    """The wrapper says it beside the text part."""
+    given = {"model_type": "gemma3", "text_config": {}, "quantization_config": {"quant_method": "bnb"}}
+    with pytest.raises(ConfigError, match=r"quantization_config: .*'bnb'"):
+        ModelConfig.from_hf(given)
+
+
+NESTED = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+ROPES = {
+    # what it shows: (model_type, rope keys of a config.json)
+    "nothing": ("llama", {}),
+    "a base at the top": ("llama", {"rope_theta": 5e5}),
+    "a base in rope_scaling": ("llama", {"rope_scaling": {"rope_theta": 5e5}}),
+    "a base in rope_scaling with a type": ("qwen3", {"rope_scaling": {"type": "default", "rope_theta": 5e5}}),
+    "a base in rope_parameters": ("qwen2", {"rope_parameters": {"rope_theta": 5e5}}),
+    "a base beside scaling": ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}}),
+    "all in rope_scaling": (
+        "llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5, "beta_fast": None}},
+    ),
+    "both names of the type": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 4.0}},
+    ),
+    "twice the same": (
+        "llama",
+        {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 500000, "rope_type": "default"}},
+    ),
+    "llama3": ("llama", {"rope_parameters": FULL_LLAMA3 | {"rope_theta": 5e5}}),
+    "llama3 with its length at the top too": ("llama", {"rope_scaling": FULL_LLAMA3, LENGTH: 64}),
+    "the family's own base": ("mixtral", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "gemma3, nothing": ("gemma3_text", {}),
+    "gemma3, old": ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}),
+    "gemma3, base in rope_scaling": ("gemma3_text", {"rope_scaling": LINEAR | {"rope_theta": 5e5}}),
+    "gemma3, by layer type": ("gemma3_text", {"rope_parameters": NESTED}),
+    "gemma3, one layer type": (
+        "gemma3_text",
+        {"rope_theta": 5e5, "rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "keys"), ROPES.values(), ids=ROPES)
+def test_rope_is_read_where_transformers_reads_it(family, keys):
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("model_type", "rope_theta")}
+    sizes |= {"num_hidden_layers": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    sizes |= {k: v for k, v in MOE.items() if k != "model_type"} if family == "mixtral" else {}
+    given = sizes | keys
+    ours = ModelConfig.from_hf({"model_type": family} | copy.deepcopy(given))
+    theirs = transformers.AutoConfig.for_model(family, **copy.deepcopy(given)).rope_parameters
+    for kind in ours.layers:
+        layer_type = "sliding_attention" if kind.window else "full_attention"
+        expected = theirs.get(layer_type, theirs)
+        assert kind.rope.theta == expected["rope_theta"]
+        assert kind.rope.scaling == expected["rope_type"]
+        assert kind.rope.factor == expected.get("factor", 1.0)
+        assert kind.rope.original_max_positions == expected.get(LENGTH, 0)
+    assert ModelConfig.from_hf(ours.to_hf()) == ours
+
+
+def test_gemma3_by_layer_type_may_not_disagree_with_the_top():
+    given = LLAMA | {"model_type": "gemma3_text", "rope_theta": 5e5, "rope_local_base_freq": 3e4}
+    given |= {"num_hidden_layers": 6}
+    with pytest.raises(ConfigError, match=r"rope_local_base_freq: .*30000.0.*disagrees with 20000.0"):
+        ModelConfig.from_hf(given | {"rope_parameters": NESTED})
+    with pytest.raises(ConfigError, match=r"rope_parameters: .*an entry for each of full_attention"):
+        ModelConfig.from_hf(given | {"rope_parameters": {"rope_theta": 5e5}})
+    with pytest.raises(ConfigError, match=r"rope_parameters: .*unknown key 'factor' beside"):
+        ModelConfig.from_hf(given | {"rope_local_base_freq": 2e4, "rope_parameters": NESTED | {"factor": 2}})
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_default_context_is_that_of_transformers(family):
+    sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    ours = ModelConfig.from_hf(sizes | experts | {"model_type": family, "num_key_value_heads": 2})
+    assert ours.max_positions == transformers.AutoConfig.for_model(family).max_position_embeddings
+
+
 def test_sliding_window_of_qwen2_starts_after_max_window_layers():
     given = LLAMA | {
         "model_type": "qwen2",
@@ -92,8 +179,6 @@ def test_sliding_window_of_qwen2_starts_after_max_window_layers():
     ]
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 REFUSED = [
     # what is wrong, the change to LLAMA, the key that is named, what the message says
     ("unknown model type", {"model_type": "falcon"}, "model_type", "falcon.*known are.*llama"),
@@ -106,10 +191,44 @@ REFUSED = [
     ("architecture of another family", {"architectures": ["Qwen2ForCausalLM"]}, "architectures", "disagrees"),
     ("rope type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling", "'yarn'.*llama3"),
     ("incomplete rope", {"rope_scaling": LLAMA3}, "rope_scaling", "original_max_position_embeddings"),
-    ("two bases", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta", "10000.0 disagrees.*500000.0"),
+    ("two bases", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta", "10000.0.*disagrees with 500000.0"),
     ("partial rotary", {"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5.*not support"),
     ("attention bias", {"attention_bias": True}, "attention_bias", "True.*not support"),
     ("quantised", {"quantization_config": {"bits": 4}}, "quantization_config", "not support"),
+    ("fp8", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "'fp8'.*not support"),
+    ("old quantised", {"compression_config": {"format": "int"}}, "compression_config", "not support"),
+    ("base of two places", {"rope_scaling": {"rope_theta": 5e5}}, "rope_theta", "disagrees.*rope_scaling"),
+    (
+        "two scalings",
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 2.0}},
+        "rope_parameters",
+        "factor 8.0 .rope_scaling. disagrees with 2.0",
+    ),
+    ("two types", {"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_scaling", "'llama3' disagrees"),
+    ("two lengths", {"rope_scaling": FULL_LLAMA3, LENGTH: 32}, LENGTH, "32 disagrees with 64"),
+    (
+        "scaling without type",
+        {"rope_scaling": {"factor": 8.0}},
+        "rope_scaling",
+        "'factor'.*rope_type is miss",
+    ),
+    ("unknown rope key", {"rope_scaling": LINEAR | {"facto": 1}}, "rope_scaling", "'facto'.*mean factor"),
+    ("key of another type", {"rope_scaling": LINEAR | {"beta_fast": 32}}, "rope_scaling", "'beta_fast'"),
+    ("rope of some axes", {"rope_parameters": {"mrope_section": [1, 1]}}, "rope_parameters", "mrope_section"),
+    ("part of a head", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "rope_scaling", "0.5 is not"),
+    ("rope that is no object", {"rope_scaling": "linear"}, "rope_scaling", "'linear'.*object"),
+    ("factor of 0", {"rope_scaling": LINEAR | {"factor": 0}}, "rope_scaling", "factor 0"),
+    ("a text as factor", {"rope_scaling": LINEAR | {"factor": "8"}}, "rope_scaling", "factor '8'"),
+    ("factors that cross", {"rope_scaling": FULL_LLAMA3 | {"low_freq_factor": 4}}, "rope_scaling", "greater"),
+    (
+        "no entry for the layers",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+        "rope_parameters",
+        "full_attention is None",
+    ),
+    ("a text as switch", {"tie_word_embeddings": "false"}, "tie_word_embeddings", "'false'.*true or false"),
+    ("a word as switch", MOE | {"norm_topk_prob": "no"}, "norm_topk_prob", "'no'.*true or false"),
+    ("a text as number", {"rms_norm_eps": "1e-6"}, "rms_norm_eps", "'1e-6'.*positive number"),
     ("kv heads", {"num_key_value_heads": 3}, "num_key_value_heads", "4 query heads.*3"),
     ("no head_dim to derive", {"num_attention_heads": 5}, "num_attention_heads", "32.*5"),
     ("missing size", {"hidden_size": None}, "hidden_size", "missing"),
