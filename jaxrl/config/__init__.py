@@ -19,7 +19,7 @@ from jaxrl.config.cli import CommandLine, parse_cli, run_cli
 from jaxrl.config.docs import describe, markdown
 from jaxrl.config.errors import ConfigError, UserCodeError, nearest
 from jaxrl.config.fields import factory, required, setting
-from jaxrl.config.imports import import_by_path
+from jaxrl.config.imports import import_by_path, mistyped
 
 __all__ = [
     "CommandLine",
@@ -31,6 +31,7 @@ __all__ = [
     "import_by_path",
     "load",
     "markdown",
+    "mistyped",
     "nearest",
     "parse_cli",
     "required",

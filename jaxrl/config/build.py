@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 _INVALID: Any = object()
 _MAX_DEPTH = 50
+_WORDS = ("true", "false", "yes", "no", "on", "off")
+"""Texts that are switches to YAML 1.1 and to most readers; refused where a value may be of any type."""
+_NULLS = ("None", "null", "Null", "NULL", "~")
 _SECRET = re.compile(r"(?:^|[^a-z])(?:token|secret|password|passwd|credentials?|api_?key)(?:[^a-z]|$)")
 _SPECIAL_TOKEN = re.compile(r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|stop|start|end|special)_token(?:_|$)")
 _SECRET_ADVICE = "secrets do not belong in a config, which is saved with the run; set an environment variable"
@@ -306,6 +309,11 @@ class _Builder:
             return self.items(list[Any], raw, key)
         if isinstance(raw, float) and not math.isfinite(raw):
             return self.refuse(key, f"{raw} given; a finite number is needed")
+        if isinstance(raw, str) and raw.strip().lower() in _WORDS:
+            # As a text any of them would count as true.
+            return self.refuse(key, f"{show(raw)} given; for a switch write true or false")
+        if raw in _NULLS:
+            return self.refuse(key, f"{show(raw)} given; for no value write null")
         return raw
 
     def scalar(self, choice: Any, raw: Any, key: str, needed: str) -> Any:

@@ -1,16 +1,21 @@
-"""Objects of the user (rewards, datasets) by import path."""
+"""Objects of the user (rewards, datasets) by import path, and the arguments they are given."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.config.errors import ConfigError, UserCodeError, nearest
+from jaxrl.config import fields
+from jaxrl.config.errors import ConfigError, UserCodeError, nearest, show
+
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def import_by_path(path: str, key: str = "") -> Any:
@@ -43,6 +48,29 @@ def import_by_path(path: str, key: str = "") -> Any:
             raise ConfigError(f"{path!r} given; {place} has no {name!r}{hint}", key)
         found = getattr(found, part)
     return found
+
+
+def mistyped(function: Callable[..., Any], args: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """(argument, message) of each value that is not of the plain type its parameter is annotated with.
+
+    Only bool, int, float, str and unions of them with None are looked at.
+    """
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (TypeError, ValueError, NameError, AttributeError):  # no signature, or names that are not there
+        return
+    for name, value in args.items():
+        annotation = parameters[name].annotation if name in parameters else Any
+        wanted = fields.members(annotation)
+        if not all(any(choice is plain for plain in _PLAIN) for choice in wanted):
+            continue
+        if value is None:
+            fits = fields.takes_none(annotation) or parameters[name].default is None
+        else:
+            fits = type(value) in wanted or (type(value) is int and float in wanted)
+        if not fits:
+            needed = " or ".join(_PLAIN[choice] for choice in wanted)
+            yield name, f"{show(value)} given; {needed} is needed ({name}: {fields.type_name(annotation)})"
 
 
 def _import_module(name: str, path: str, key: str) -> ModuleType:

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxrl.config import ConfigError, import_by_path, nearest
+from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
 
 Message = Mapping[str, Any]
 """{"role": "tool", "content": "..."}"""
@@ -111,6 +111,8 @@ def load(name: str, args: Mapping[str, Any]) -> Environment:
         ) from None
     except ValueError:  # no signature Python can read: the call says what is wrong
         pass
+    if wrong := list(mistyped(make, args)):
+        raise ConfigError([(f"args.{arg}", message) for arg, message in wrong])
     try:
         environment = make(**args)
     except Exception as error:

@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.config import ConfigError, import_by_path, nearest
+from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
 
 _MACHINERY = {"calls", "config", "model", "numerals", "pool", "processes", "worker"}
 _GIVEN = ("prompts", "completions", "token_ids", "columns")
@@ -99,6 +99,9 @@ class Reward:
                     f"{self.name} takes no {arg!r}; it takes {choices}"
                     + (f"; did you mean {hint!r}?" if hint else ""),
                 )
+        for arg, message in mistyped(self.function, self.args):
+            wrong = True
+            yield f"args.{arg}", message
         if not wrong:
             yield from (("args", message) for message in self.check(self.args))
 

@@ -1,10 +1,11 @@
 """Values, keys, hooks and messages of the config loader."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from jaxrl.config import ConfigError, from_dict, import_by_path, load
+from jaxrl.config import ConfigError, from_dict, import_by_path, load, mistyped
 
 Run, Term, Optim, Source, Held, Algo, Profile, Rewards = (
     import_by_path(f"{Path(__file__).parent}/tree.py:{name}")
@@ -130,6 +131,17 @@ BAD_VALUES = [
     ("rewards.terms=[{name: a, args: {x: .nan}}]", "rewards.terms.0.args.x", ["finite"]),
     ("steps.x=1", "steps", ["a whole number"]),
 ]
+WORDS = ["no", "No", "off", "yes", "on", "'false'", '"False"', "'true '"]
+"""Texts to YAML 1.2, which would count as true; quoted ones are no better."""
+BAD_VALUES += [
+    (f"rewards.by_name.a={{name: m, args: {args}}}", f"rewards.by_name.a.args.{key}", [f"write {good}"])
+    for key, args, good in [
+        *(("x", f"{{x: {word}}}", "true or false") for word in WORDS),
+        ("x.y.1", "{x: {y: [1, no]}}", "true or false"),
+        ("x", "{x: None}", "null"),
+        ("x", "{x: 'null'}", "null"),
+    ]
+]
 
 
 @pytest.mark.parametrize(("override", "key", "parts"), BAD_VALUES, ids=[case[0][:40] for case in BAD_VALUES])
@@ -137,6 +149,65 @@ def test_a_wrong_value_is_refused_with_what_was_given_and_what_is_needed(overrid
     found = problems_of(override)
     assert list(found) == [key]
     assert all(part in found[key] for part in parts), found[key]
+
+
+@pytest.mark.parametrize("word", ["no", "off", "yes", "on", "False", "'false'"])
+def test_a_switch_of_any_type_is_a_boolean_or_refused_in_every_source(word, tmp_path):
+    """Never the text, which counts as true."""
+    quoted = f'"{word}"' if word != "'false'" else word
+    (tmp_path / "run.yaml").write_text(f"rewards:\n  by_name: {{a: {{name: m, args: {{x: {word}}}}}}}\n")
+    (tmp_path / "run.gin").write_text(
+        f"Rewards.by_name = {{'a': {{'name': 'm', 'args': {{'x': {quoted}}}}}}}"
+    )
+    (tmp_path / "run.json").write_text(
+        json.dumps({"rewards": {"by_name": {"a": {"name": "m", "args": {"x": word.strip("'")}}}}})
+    )
+    loads = {
+        "yaml": lambda: load(Run, tmp_path / "run.yaml"),
+        "json": lambda: load(Run, tmp_path / "run.json"),
+        "gin": lambda: load(Run, tmp_path / "run.gin"),
+        "command line": lambda: load(
+            Run, None, ["rewards.by_name.a.name=m", f"rewards.by_name.a.args.x={word}"]
+        ),
+    }
+    for source, load_it in loads.items():
+        if word == "False" and source in ("yaml", "command line"):
+            assert load_it()[0].rewards.by_name["a"].args == {"x": False}
+            continue
+        with pytest.raises(ConfigError, match=r"rewards.by_name.a.args.x: .*true or false"):
+            load_it()
+
+
+def test_numbers_of_any_type_are_numbers_in_every_source(tmp_path):
+    """YAML 1.1 reads 1e-6 as a text."""
+    (tmp_path / "run.yaml").write_text("rewards: {by_name: {a: {name: m, args: {x: 1e-6}}}}\n")
+    (tmp_path / "run.gin").write_text("Rewards.by_name = {'a': {'name': 'm', 'args': {'x': 1e-6}}}")
+    override = ["rewards.by_name.a={name: m}", "rewards.by_name.a.args.x=1e-6"]
+    for source, overrides in ((tmp_path / "run.yaml", []), (tmp_path / "run.gin", []), (None, override)):
+        assert load(Run, source, overrides)[0].rewards.by_name["a"].args == {"x": 1e-6}
+
+
+def switched(*, gold: str = "a", scale: float = 1.0, strict: bool = False, rows: int | None = 2, tags=()):
+    """A function of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        ({"gold": "2", "scale": 1e-6, "strict": True, "rows": None, "tags": "x"}, None),
+        ({"scale": 1, "other": "1"}, None),
+        ({"scale": "1e-6"}, '"1e-6" given; a number is needed'),
+        ({"strict": 1}, "1 given; true or false is needed"),
+        ({"strict": "nein"}, '"nein" given; true or false is needed'),
+        ({"rows": 2.5}, "2.5 given; a whole number is needed"),
+        ({"rows": True}, "true given; a whole number is needed"),
+        ({"gold": 3}, "3 given; a text is needed"),
+        ({"strict": None}, "null given; true or false"),
+    ],
+)
+def test_arguments_of_the_users_functions_have_the_types_they_are_annotated_with(args, wrong):
+    found = [message for _, message in mistyped(switched, args)]
+    assert len(found) == (wrong is not None) and (wrong is None or wrong in found[0])
 
 
 @pytest.mark.parametrize(

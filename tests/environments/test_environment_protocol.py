@@ -64,6 +64,7 @@ def test_an_exception_comes_with_its_traceback():
     [
         ("calculater", {}, "did you mean 'calculator'"),
         ("calculator", {"golt": "x"}, "golt"),
+        ("calculator", {"gold": 3}, "args.gold: 3 given; a text is needed"),
         (f"{USER}:Short", {}, "reset"),
         (f"{USER}:Nothing", {}, "Nothing"),
         (f"{USER}:os", {}, "makes an environment"),

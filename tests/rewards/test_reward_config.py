@@ -38,7 +38,7 @@ def refused(*overrides):
         ("[{name: format, args: {pattern: '(a'}}]", "terms.0.args", ["(a", "regular expression"]),
         ("[{name: length}]", "terms.0.args", ["target", "start and limit"]),
         ("[{name: length, args: {start: 9, limit: 9}}]", "terms.0.args", ["start < limit"]),
-        ("[{name: length, args: {target: 1.5}}]", "terms.0.args", ["whole numbers"]),
+        ("[{name: length, args: {target: 1.5}}]", "terms.0.args.target", ["a whole number"]),
         ("[{name: length, args: {target: 9}, weight: .nan}]", "terms.0.weight", ["finite"]),
         ("[{name: length, args: {target: 9}, weight: 0}]", "terms.0.weight", ["other than 0"]),
         ("[{name: format, label: a/b}]", "terms.0.label", ["'/'"]),

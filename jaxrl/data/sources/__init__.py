@@ -20,7 +20,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxrl.config import ConfigError, UserCodeError, import_by_path, nearest
+from jaxrl.config import ConfigError, UserCodeError, import_by_path, mistyped, nearest
 
 if TYPE_CHECKING:
     from jaxrl.data.config import DataConfig
@@ -185,6 +185,7 @@ def _call_problems(load: Callable[..., Any], config: DataConfig) -> Iterable[tup
                         + f" It takes {', '.join(takes) or 'nothing'}"
                     ),
                 )
+    yield from ((_key(name), message) for name, message in mistyped(load, given))
     for name in takes:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
             yield _key(name), f"source {config.source} needs it"
