@@ -16,6 +16,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # many tests compile the same
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+import functools
+import json
 import pathlib
 
 import pytest
@@ -25,6 +27,69 @@ import pytest
 def fixtures() -> pathlib.Path:
     """Folder of the reference goldens (see its README)."""
     return pathlib.Path(__file__).parent / "fixtures"
+
+
+@functools.cache
+def _trained(kind: str):
+    """A small tokenizer of ``kind``, as converters write them, with <s> before a text and </s>."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    bos = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)])
+    first, alphabet = ["<unk>", "<s>", "</s>"], []
+    if byte_level := kind.startswith("byte_level"):
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "byte_level_prefix")
+        backend.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+        backend.post_processor = processors.Sequence([processors.ByteLevel(), bos])
+    else:  # bytes stand for characters the vocabulary has not, as in Llama 2
+        backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()  # while it is trained: no token goes over a space
+        backend.post_processor = bos
+        first += [f"<0x{i:02X}>" for i in range(256)]
+    texts = [
+        "What is 3 + 4? The answer is 42. foo bar foobar [INST] [/INST] user model tool ok 0 1 2 5 6 7 8 9"
+    ]
+    options = {"special_tokens": first, "initial_alphabet": alphabet, "show_progress": False}
+    backend.train_from_iterator(3 * texts, trainers.BpeTrainer(vocab_size=420, **options))
+    if not byte_level:
+        prefix = [normalizers.Prepend("\u2581")] if kind == "prepend" else []
+        if kind.startswith("metaspace"):
+            scheme = kind.removeprefix("metaspace_")
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        else:
+            backend.pre_tokenizer = None
+            backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
+        strip = [] if kind in ("no_prefix", "metaspace_never") else [decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = described["added_tokens"][:3]  # bytes are not special
+    return json.dumps(described)
+
+
+@pytest.fixture(
+    params=["byte_level", "byte_level_prefix", "prepend", "no_prefix"]
+    + [f"metaspace_{scheme}" for scheme in ("first", "always", "never")]
+)
+def trained(request, make_trained):
+    """Small tokenizers of every kind, as transformers has them: BPE of bytes, with and without a space before
+    a text, and as SentencePiece's are converted, with byte fallback."""
+    return make_trained(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_trained():
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(kind: str, **options):
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        backend = tokenizers.Tokenizer.from_str(_trained(kind))
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -155,8 +155,10 @@ class Renderer:
         return TrainingRow(np.array(ids, np.int32), np.array(mask, np.float32), row)
 
     def _plain_parts(self, row: Row) -> tuple[list[int], list[int]]:
-        prompt = self.tokenizer.encode_prompt(fill(self.config.prompt, row, f"{self.section}.prompt"))
-        answer = self.tokenizer.encode(fill(self.config.completion, row, f"{self.section}.completion"))
+        text = fill(self.config.prompt, row, f"{self.section}.prompt")
+        prompt = self.tokenizer.encode_prompt(text)
+        completion = fill(self.config.completion, row, f"{self.section}.completion")
+        answer = self.tokenizer.encode_after(text, completion)
         if self.tokenizer.eos_id is None:
             raise ConfigError(
                 "the tokenizer has no eos token to end a plain text with", f"{self.section}.chat_template"
@@ -186,23 +188,12 @@ class Renderer:
                     f"{before[-60:]!r} against {after[max(0, len(before) - 60) :][:120]!r}",
                     f"{self.section}.chat_template",
                 )
-            context = self._continue(ids, text, before)
+            context = self.tokenizer.encode_after(text, before[len(text) :])
             ids, mask = ids + context, mask + [0] * len(context)
-            answer = self._continue(ids, before, after)
+            answer = self.tokenizer.encode_after(before, after[len(before) :])
             learned = _learned(answer, self.tokenizer.stop_ids)
             ids, mask, text = ids + answer, mask + [1] * learned + [0] * (len(answer) - learned), after
         return ids, mask
-
-    def _continue(self, ids: list[int], text: str, longer: str) -> list[int]:
-        """Ids that follow ``ids`` (of ``text``) in ``longer``, which begins with ``text``.
-
-        As in the whole text where the boundary is also one of tokens; else the rest on its own, as a sampler
-        writes it.
-        """
-        whole = self.tokenizer.encode(longer)
-        if whole[: len(ids)] == ids:
-            return whole[len(ids) :]
-        return self.tokenizer.encode(longer[len(text) :])
 
     def conversation(self, row: Row, *, completion: bool = False) -> list[Message]:
         config, section = self.config, self.section

@@ -77,6 +77,7 @@ class Tokenizer:
         # Settings of a training run that some tokenizer.json carry; they would cut or pad silently.
         self.hf.backend_tokenizer.no_truncation()
         self.hf.backend_tokenizer.no_padding()
+        _keep_spaces_in_offsets(self.hf.backend_tokenizer.post_processor)
 
     @property
     def eos_id(self) -> int | None:
@@ -117,6 +118,33 @@ class Tokenizer:
         ids = self.encode(text)
         has_bos = tuple(ids[: len(self.bos_ids)]) == self.bos_ids
         return ids if has_bos else [*self.bos_ids, *ids]
+
+    def encode_after(self, text: str, more: str) -> list[int]:
+        """Ids of ``more`` where it follows ``text``: those it has in the whole text, if a token ends between.
+
+        Where none does, they are those of ``more`` in the middle of a text: without the space that some
+        tokenizers put before a text's first word.
+        """
+        for before in (text, *_NEUTRAL):
+            found = self.hf.backend_tokenizer.encode(before + more, add_special_tokens=False)
+            starts = [start for start, _ in found.offsets]
+            first = next((i for i, start in enumerate(starts) if start >= len(before)), len(starts))
+            if all(end <= len(before) for _, end in found.offsets[:first]):
+                return found.ids[first:]
+        return self.encode(more)
+
+    def cut(self, text: str, limit: int) -> str:
+        """The beginning of ``text``, unchanged, that its first ``limit`` tokens write out in full."""
+        found = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+        return text if len(found) <= limit else text[: found.offsets[limit][0]]
+
+    def decode_after(self, before: Iterable[int], ids: Iterable[int]) -> str:
+        """The text of ``ids`` where they follow ``before``.
+
+        Alone it may lack its first space: a SentencePiece tokenizer leaves out the one before a text.
+        """
+        before = list(before)
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ``ids``, with no clean-up of spaces; ids beyond the vocabulary give nothing."""
@@ -172,6 +200,19 @@ class Tokenizer:
         for name in hub.TOKENIZER_FILES:
             if (self.folder / name).is_file() and self.folder.resolve() != folder.resolve():
                 shutil.copyfile(self.folder / name, folder / name)
+
+
+_NEUTRAL = ("\n", "a", "0", ".")
+"""Texts to stand before another, of which one surely shares no token with it."""
+
+
+def _keep_spaces_in_offsets(post_processor: Any) -> None:
+    """Byte-level tokenizers may leave a token's spaces out of its offsets. Ids do not depend on it."""
+    if type(post_processor).__name__ == "Sequence":
+        for part in post_processor:
+            _keep_spaces_in_offsets(part)
+    elif hasattr(post_processor, "trim_offsets"):
+        post_processor.trim_offsets = False
 
 
 def _transformers() -> Any:

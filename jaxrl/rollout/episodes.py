@@ -76,6 +76,10 @@ class _Row:
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+
     def finished(self) -> Row:
         return Row(
             prompt=self.prompt,
@@ -91,6 +95,8 @@ class _Episode:
     context: str
     """Text of the ids of the newest row."""
     messages: list[calls.Message]
+    written: str = ""
+    """The newest turn as it stands in the context: a space may precede the message's content."""
     state: Any = None
     turns: int = 0
     position: int = 0
@@ -144,13 +150,14 @@ class Episodes:
     ) -> bool:
         """Take a turn, with its decoded text; a turn that was not ``stopped`` was cut by a limit. False: the
         episode is over. True: the environment has been asked."""
-        e, decode = self._episodes[i], self._parts.tokenizer.decode
+        e, tokenizer = self._episodes[i], self._parts.tokenizer
+        before = e.rows[-1].ids
         e.rows[-1].append(tokens, log_probs)
         e.turns, e.position, e.overshoot, e.text = e.turns + 1, e.position + len(tokens), overshoot, text
-        end = decode(tokens[-1:]) if stopped and tokens[-1] in self._stop_ids else ""
-        content = decode(tokens[:-1] if end else tokens)
-        e.context += content + end
-        e.messages.append({"role": "assistant", "content": content})
+        content = tokens[:-1] if stopped and tokens[-1] in self._stop_ids else tokens
+        e.written = tokenizer.decode_after(before, content)
+        e.context += tokenizer.decode_after(before, tokens)
+        e.messages.append({"role": "assistant", "content": tokenizer.decode(content)})
         if not stopped:
             e.stop_reason = "length"
             return False
@@ -220,17 +227,17 @@ class Episodes:
 
     def _following(self, e: _Episode, messages: Sequence[calls.Message], limit: int) -> Turn | None:
         """The turn after these messages; None when there is no room for one."""
-        config, encode = self._parts.config, self._parts.tokenizer.encode
-        e.messages += [{**m, "content": self._cut(m["content"], config.observation_tokens)} for m in messages]
-        text = self._parts.renderer.following(e.messages, e.context)
+        config, tokenizer = self._parts.config, self._parts.tokenizer
+        answers = [{**m, "content": tokenizer.cut(m["content"], config.observation_tokens)} for m in messages]
+        text = self._rendered(e, answers)
         row, before = e.rows[-1], len(e.rows[-1])
-        ids = np.concatenate([row.prompt, np.array(row.tokens, np.int32)])
+        ids = row.ids
         new: list[int] | None = None
         if text.startswith(e.context):
-            new, same = encode(text[len(e.context) :]), before
+            new, same = tokenizer.encode_after(e.context, text[len(e.context) :]), before
             ids = np.concatenate([ids, np.array(new, np.int32)])
         else:
-            old, ids = ids, np.array(encode(text), np.int32)
+            old, ids = ids, np.array(tokenizer.encode(text), np.int32)
             same = int(np.argmin([*(a == b for a, b in zip(old, ids, strict=False)), False]))
         room = len(e.rows[0].prompt) + limit - len(ids)
         if room < 1:
@@ -250,6 +257,17 @@ class Episodes:
             limit=self.turn_limit(room),
         )
 
-    def _cut(self, text: str, limit: int) -> str:
-        ids = self._parts.tokenizer.encode(text)
-        return text if len(ids) <= limit else self._parts.tokenizer.decode(ids[:limit])
+    def _rendered(self, e: _Episode, answers: Sequence[calls.Message]) -> str:
+        """The text up to the next turn, with ``answers`` put behind the episode's messages.
+
+        Some templates write a space before an assistant's content, others leave it to the content. The turn
+        is taken in the way that continues what was sampled, if one does.
+        """
+        *earlier, turn = e.messages
+        contents = dict.fromkeys([turn["content"], e.written, e.written.removeprefix(" ")])
+        for content in [*contents, turn["content"]]:
+            e.messages = [*earlier, {**turn, "content": content}, *answers]
+            text = self._parts.renderer.following(e.messages, e.context)
+            if text.startswith(e.context):
+                break
+        return text

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer, fill
 from jaxrl.data.config import DataConfig
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 
 ROW = {"question": "What is 3 + 4?", "answer": "7", "level": None}
 TALK = [
@@ -127,6 +127,33 @@ def test_conversations_train_on_every_answer_or_the_last(tokenizers, fixtures):
     case = next(c for c in cases if not c["add_generation_prompt"] and len(c["messages"]) == 4)
     trailing = Renderer(DataConfig(messages="talk"), tokenizers["qwen3"]).training_row({"talk": TALK[:4]})
     assert trailing.tokens.tolist() == case["ids"][: len(trailing.tokens)]
+
+
+SPACED = (  # as Llama 2 has it; the space before an answer is the template's
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+VERBATIM = SPACED.replace(" {{ m.content }}</s>", "{{ m.content }}</s>")
+
+
+@pytest.mark.parametrize("answer", ["42.", " 42.", "\n42.", "is 42"])
+def test_what_is_learned_has_the_ids_of_the_whole_text(trained, answer, tmp_path):
+    tokenizer, row = Tokenizer(hf=trained), {"question": "What is 3 + 4?", "answer": answer}
+    plain = Renderer(DataConfig(chat_template="none"), tokenizer).training_row(row)
+    assert plain.tokens.tolist() == [*trained("What is 3 + 4?" + answer).input_ids, trained.eos_token_id]
+    assert plain.loss_mask.sum() == len(plain.tokens) - len(trained("What is 3 + 4?").input_ids)
+    talk = [
+        {"role": role, "content": said}
+        for role, said in (("user", "foo?"), ("assistant", "bar"), ("user", "ok"), ("assistant", answer))
+    ]
+    for template in (SPACED, VERBATIM):
+        (tmp_path / "t.jinja").write_text(template)
+        config = DataConfig(messages="talk", chat_template=str(tmp_path / "t.jinja"))
+        learned_row = Renderer(config, tokenizer).training_row({"talk": talk})
+        ids = trained.apply_chat_template(talk, chat_template=template, return_dict=False)
+        assert learned_row.tokens.tolist() == ids
+        prompt = trained.apply_chat_template(talk[:3], chat_template=template, return_dict=False)
+        assert learned_row.loss_mask[len(prompt) :].all() and not learned_row.loss_mask[len(prompt) - 1]
 
 
 STRIPS_REASONING = (

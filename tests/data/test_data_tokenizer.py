@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 
 CHECKPOINTS = (
     "gemma2 gemma3_text gemma3_text_linear llama llama_sharded llama_tied "
@@ -136,3 +136,40 @@ def test_a_conversation_the_template_refuses(chars):
     refuse = "{{ raise_exception('only two turns') }}"
     with pytest.raises(ConfigError, match=r"only two turns"):
         chars.render([{"role": "user", "content": "x"}], add_generation_prompt=True, chat_template=refuse)
+
+
+TEXTS = (
+    "What is 3 + 4? The answer is 42.",
+    "foo bar\n\n  foo\tbar  ",
+    " foo",
+    "caf\u00e9 \u5b57\u5b57 \U0001f600 ok",
+    "foo</s><s>[INST] foo [/INST] 42</s> bar",
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_part_has_the_ids_it_has_in_the_whole_text(trained, text):
+    """At every character; where no token ends there, the parts' ids still write out the whole text."""
+    tokenizer = Tokenizer(hf=trained)
+    whole, borders = trained(text, add_special_tokens=False).input_ids, 0
+    for i in range(len(text) + 1):
+        head = trained(text[:i], add_special_tokens=False).input_ids
+        rest = tokenizer.encode_after(text[:i], text[i:])
+        if whole[: len(head)] == head:
+            assert rest == whole[len(head) :], (text[:i], text[i:])
+            borders += 1
+        elif "</s>" not in text:  # a space that the tokenizer puts before a text is no part of it
+            assert trained.decode([*head, *rest]) == trained.decode(whole)
+    assert borders > 5 or len(text) < 5
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "</s>" not in text])
+def test_tokens_read_on_where_others_ended_and_a_cut_text_is_a_beginning(trained, text):
+    tokenizer, ids = Tokenizer(hf=trained), trained(text, add_special_tokens=False).input_ids
+    for i, token in enumerate(ids):
+        if "\ufffd" not in trained.decode(ids[:i]):
+            joined = trained.decode(ids[:i]) + tokenizer.decode_after(ids[:i], ids[i:])
+            assert joined == trained.decode(ids), trained.convert_ids_to_tokens(token)
+        cut = tokenizer.cut(text, i)
+        assert text.startswith(cut) and cut != text and len(tokenizer.encode(cut)) <= i
+    assert tokenizer.cut(text, len(ids)) == text

@@ -15,12 +15,12 @@ from jaxrl.compilations import CompilationCounter
 from jaxrl.config import UserCodeError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.environments import EnvironmentConfig
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.rollout.episodes import Episodes, MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.sharding import MeshConfig, make_mesh, named
 from jaxrl.step import StepSpec, token_statistics
@@ -272,6 +272,36 @@ def test_stop_strings_end_turns_and_what_was_sampled_beyond_is_forgotten(kind, m
     if kind == "full":  # one token a dispatch leaves nothing to forget
         one_by_one = make_engine(model[0], stop_ids=(), slots=3, steps_per_dispatch=1)
         assert same(out, play(model, parts, one_by_one, stop=("!", '"')))
+
+
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+VERBATIM = SPACED.replace(" {{ m.content }}</s>", "{{ m.content }}</s>")
+
+
+@pytest.mark.parametrize("template", [SPACED, VERBATIM, "none"])
+def test_turns_after_an_answer_have_the_ids_of_the_whole_conversation(trained, template, tmp_path):
+    (tmp_path / "t.jinja").write_text(template)
+    chat_template = "none" if template == "none" else str(tmp_path / "t.jinja")
+    tokenizer = Tokenizer(hf=trained)
+    renderer = Renderer(DataConfig(chat_template=chat_template), tokenizer)
+    config = EnvironmentConfig(name=f"{USER}:Echo", args={"room": 6}, workers=0, observation_tokens=20)
+    with contextlib.closing(MultiTurn(config, renderer, tokenizer)) as parts:
+        prompts = make_prompts(parts, "a")
+        episodes = Episodes(parts, prompts, 1, limits=[99], stop_ids=[trained.eos_token_id])
+        text, ids = prompts.texts[0], prompts.tokens[0].tolist()
+        for turn in (1, 2):
+            sampled = tokenizer.encode_after(text, f" foo bar{turn}</s>")
+            episodes.turn_ended(0, sampled, [0.0] * len(sampled), stopped=True, text="", overshoot=0)
+            ((_, following),) = episodes.poll(block=True)
+            text += f" foo bar{turn}</s>"
+            text += f"a{turn}:o bar{turn}" if template == "none" else f"<s>[INST] a{turn}:o bar{turn} [/INST]"
+            assert following.tokens[: len(ids) + len(sampled)].tolist() == ids + sampled
+            ids = following.tokens.tolist()
+            assert ids == trained(text, add_special_tokens=template == "none").input_ids
+        assert len(episodes.results()["episodes"][0].rows) == 0
 
 
 def test_limits(model, multi_turn):
