@@ -1,10 +1,12 @@
 """Sources: every row once, errors that name file, line and key, and splits that share nothing."""
 
+import itertools
 import json
 import operator
 import re
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -100,6 +102,21 @@ def test_arithmetic_is_right_and_its_splits_are_disjoint():
         assert row["answer"] == row["gold"] == str(calculate[symbol](int(left), int(right)))
     questions = [row["question"] for row in train + test]
     assert len(set(questions)) == len(questions) == 300 and len(test) == 30
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("digits", "operators"), [(2, "+"), (1, "+-*")])
+def test_no_problem_of_the_test_split_is_one_of_the_train_split_turned_around(digits, operators, seed):
+    options = {"digits": digits, "operators": operators, "seed": seed}
+    split = {
+        name: [row["question"] for row in rows_of(options=options, split=name)] for name in ("train", "test")
+    }
+    turned = {re.sub(r"(\d+)([-+*])(\d+)=", r"\3\2\1=", question) for question in split["test"]}
+    assert turned == set(split["test"])  # the mirror images are all here, so none is there
+    assert not turned & set(split["train"])
+    # A limit takes different sums: a sum and its mirror image seldom follow each other.
+    operands = [frozenset(re.findall(r"\d+", question)) for question in split["train"]]
+    assert np.mean([a == b for a, b in itertools.pairwise(operands)]) < 0.05
 
 
 def test_arithmetic_is_deterministic_and_depends_on_its_seed():

@@ -2,8 +2,9 @@
 
 Columns: ``question`` ("12+34="), ``gold`` ("46", always right), ``answer`` (the same, except for the share
 of ``label_noise``) and, with ``tool_use``, ``messages``: a conversation that asks a calculator first, or not.
-All problems of the given size are numbered, a keyed permutation puts the numbers in random order, and the
-last tenth of that order is the test split.
+A problem and its mirror image (12+34 and 34+12) are one couple, as are two doubles (7+7 and 92+92). Couples
+are numbered, a keyed permutation puts the numbers in random order, and the last tenth of that order is the
+test split: no sum of it is a trained one turned around. A second permutation mixes the problems of a split.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def load(
     """Rows of distinct problems ``a op b``.
 
     Args:
-        split: train or test: disjoint for equal digits, operators and seed.
+        split: train or test: for equal digits, operators and seed, neither shares a problem with the other,
+            nor a mirror image of one.
         rows: number of rows; None: all of the split, at most 100,000.
         digits: the operands are the numbers of at most so many digits, from 0.
         operators: which of + - * occur, for example "+-".
@@ -103,7 +105,7 @@ class Arithmetic:
         self.operators = "".join(sorted(set(operators)))
         room = _split_size(split, digits, operators)
         self.size = min(room, 100_000) if rows is None else min(room, rows)
-        self.start = 0 if split == "train" else _split_size("train", digits, operators)
+        self.room, self.first = room, 0 if split == "train" else _split_size("train", digits, operators) // 2
 
     def __len__(self) -> int:
         return self.size
@@ -111,12 +113,10 @@ class Arithmetic:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        number = _permute(self.start + index, _count(self.digits, self.operators), self.seed)
-        pair, which = divmod(number, len(self.operators))
-        left, right = divmod(pair, 10**self.digits)
+        left, which, right = self._problem(index)
         symbol = self.operators[which]
         gold = str(OPERATORS[symbol](left, right))
-        random = np.random.default_rng([self.seed, number])
+        random = np.random.default_rng([self.seed, left, which, right])
         answer = _wrong(gold, random) if random.random() < self.label_noise else gold
         row: dict[str, Any] = {"question": f"{left}{symbol}{right}=", "answer": answer, "gold": gold}
         if self.tool_use is not None:
@@ -127,17 +127,41 @@ class Arithmetic:
             row["messages"] = [{"role": role, "content": content} for role, content in said]
         return row
 
+    def _problem(self, index: int) -> tuple[int, int, int]:
+        """Left operand, number of the operator, right operand."""
+        mixed = _permute(index, self.room, f"{self.seed},mixed")
+        couple, second = divmod(mixed, 2)
+        couple = _permute(self.first + couple, _couples(self.digits, self.operators), self.seed)
+        cell, which = divmod(couple, len(self.operators))
+        left, right = _pair(cell, second, 10**self.digits)
+        return left, which, right
 
-def _count(digits: int, operators: str) -> int:
-    return len(set(operators)) * 10 ** (2 * digits)
+
+def _couples(digits: int, operators: str) -> int:
+    return len(set(operators)) * 10 ** (2 * digits) // 2
 
 
 def _split_size(split: str, digits: int, operators: str) -> int:
-    count = _count(digits, operators)
-    return count // 10 if split == "test" else count - count // 10
+    couples = _couples(digits, operators)
+    return 2 * (couples // 10 if split == "test" else couples - couples // 10)
 
 
-def _permute(index: int, size: int, seed: int) -> int:
+def _pair(cell: int, second: int, numbers: int) -> tuple[int, int]:
+    """The ``second`` (0 or 1) problem of a couple: cell 0 to numbers^2 / 2 - 1 of a grid of numbers / 2 rows.
+
+    The triangle left < right, cut in the middle and its lower half turned around, fills all columns but the
+    last, which has the doubles. ``numbers`` is even.
+    """
+    row, column = divmod(cell, numbers)
+    if column == numbers - 1:
+        double = numbers - 1 - row if second else row
+        return double, double
+    turned = column < row
+    left, right = (numbers - 1 - row, numbers - 1 - column) if turned else (row, column + 1)
+    return (right, left) if second else (left, right)
+
+
+def _permute(index: int, size: int, seed: int | str) -> int:
     """Place of ``index`` in a random order of range(size).
 
     A Feistel network (Luby and Rackoff 1988) over the next power of four, walked until it lands inside, is a
