@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -126,6 +126,13 @@ class Rollouts:
         return np.array([sum(len(r.tokens) for r in self.rows(i)) for i in range(len(self))], np.int32)
 
     @property
+    def sampled_lengths(self) -> np.ndarray:
+        """[B] tokens that the policy chose, of all rows."""
+        return np.array(
+            [sum(int(r.loss_mask.sum()) for r in self.rows(i)) for i in range(len(self))], np.int32
+        )
+
+    @property
     def sampled(self) -> list[np.ndarray]:
         """[B] ragged int32: the tokens that the policy chose."""
         rows = [self.rows(i) for i in range(len(self))]
@@ -229,3 +236,18 @@ class TrainState:
     """int32 scalar: parameter updates that were applied (the policy version)."""
     skipped_in_a_row: Any
     """int32 scalar: consecutive updates skipped because a gradient was not finite."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number for the log, as it adds up over micro-batches and updates (see ``losses.finish_metrics``).
+
+    An array of zeros in each field is neutral, whatever the reduction.
+    """
+
+    total: Any
+    """float32 scalar. mean: sum of weight * value; sum: the sum; max: the largest value, at least 0."""
+    weight: Any = None
+    """float32 scalar, sum of the weights of a mean; None for the others."""
+    reduction: Literal["mean", "sum", "max"] = dataclasses.field(metadata={"static": True})

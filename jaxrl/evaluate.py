@@ -12,7 +12,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import math
 import shutil
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
-from jaxrl.stages import episode_metrics, step_key
+from jaxrl.stages import episode_metrics, judged_passes, step_key
 from jaxrl.storage import Folder, is_remote
 
 EVAL_STREAM = 2**31
@@ -88,45 +87,44 @@ def evaluate(
 
 def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[str, float]:
     """eval/pass_at_1, eval/pass_at_k, eval/maj_at_k (k = eval.samples), mean reward of all and of each term,
-    length."""
+    length.
+
+    What nobody judged is left out of all of them, as if it had not been sampled: abstained samples, prompts
+    that have no others, and metrics with nothing to count. maj@k is left out too where no answer can be read.
+    """
     group = completions.group_size
-    task = np.nan_to_num(scores.parts[config.rewards.task], nan=-math.inf).reshape(-1, group)
-    passed = task >= config.rewards.pass_threshold
+    task = scores.parts[config.rewards.task].reshape(-1, group)
+    passed = judged_passes(task, config.rewards.pass_threshold)
     found = {
-        "eval/pass_at_1": float(passed.mean()),
-        "eval/reward_mean": float(np.nanmean(scores.rewards))
-        if np.isfinite(scores.rewards).any()
-        else math.nan,
-        "eval/length_mean": float(completions.lengths.mean()),
-        "eval/truncated_fraction": float(completions.truncated.mean()),
         "eval/prompts": float(len(passed)),
+        "eval/abstained_fraction": float(np.isnan(task).mean()),
+        "eval/length_mean": float(completions.sampled_lengths.mean()),
+        "eval/truncated_fraction": float(completions.truncated.mean()),
     }
+    if passed:
+        found["eval/pass_at_1"] = float(np.mean([row.mean() for row in passed.values()]))
+    if np.isfinite(scores.rewards).any():
+        found["eval/reward_mean"] = float(np.nanmean(scores.rewards))
     for name, part in scores.parts.items():
         if np.isfinite(part).any():
             found[f"eval/reward/{name}"] = float(np.nanmean(part))
     episodes = episode_metrics(completions)
     found |= {f"eval/{name}": value for name, value in episodes.items() if name != "environment/seconds"}
-    if group > 1:
-        found["eval/pass_at_k"] = float(np.mean([pass_at_k(group, int(row.sum()), group) for row in passed]))
-        found["eval/maj_at_k"] = majority(scores.answers, passed)
+    if group > 1 and passed:
+        found["eval/pass_at_k"] = float(np.mean([row.any() for row in passed.values()]))
+        answers = [
+            [scores.answers[p * group + i] for i in np.flatnonzero(~np.isnan(task[p]))] for p in passed
+        ]
+        if any(answer is not None for own in answers for answer in own):
+            found["eval/maj_at_k"] = majority(answers, list(passed.values()))
     return found
 
 
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k samples is correct, from n of which ``correct`` are: 1 -
-    C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    if n - correct < k:
-        return 1.0
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
-
-def majority(answers: Sequence[str | None], passed: np.ndarray) -> float:
-    """Share of prompts whose most frequent answer is right (maj@k). passed [P, k]; ties go to the answer that
-    came first; completions without a readable answer do not vote."""
-    group = passed.shape[1]
+def majority(answers: Sequence[Sequence[str | None]], passed: Sequence[np.ndarray]) -> float:
+    """Share of prompts whose most frequent answer is right (maj@k). One entry a prompt, of its samples; ties
+    go to the answer that came first; completions without a readable answer do not vote."""
     right = 0
-    for p, row in enumerate(passed):
-        own = answers[p * group : (p + 1) * group]
+    for own, row in zip(answers, passed, strict=True):
         votes = collections.Counter(a for a in own if a is not None)
         if votes:
             winner = votes.most_common(1)[0][0]
@@ -137,7 +135,7 @@ def majority(answers: Sequence[str | None], passed: np.ndarray) -> float:
 def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     """Completions as rows that a person can read."""
     rows: list[dict[str, Any]] = []
-    lengths = completions.lengths
+    lengths = completions.sampled_lengths
     for i, text in enumerate(completions.texts):
         rows.append(
             {

@@ -165,7 +165,7 @@ def rehearse(config: RunConfig, folder: Path, stages: Stages) -> None:
         stages.leave_out("evaluation", "not asked for (eval.every, eval.at_start, eval.at_end)")
         return
     with stages.stage("evaluation") as found:
-        lines = [line for line in logged if "eval/pass_at_1" in line]
+        lines = [line for line in logged if "eval/prompts" in line]
         if not lines:
             raise StageError(1, "the run logged no evaluation")
         found.append(

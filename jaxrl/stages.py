@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -93,7 +92,7 @@ def collect(
                 progress=partial(_report, progress, total, stop, sampled),
                 multi_turn=multi_turn,
             )
-            phase.tokens = int(rollouts.lengths.sum())
+            phase.tokens = int(rollouts.sampled_lengths.sum())
         with timer.phase("rewards"):
             progress.update("rewards")
             scores = scorer.score(rollouts)
@@ -126,23 +125,25 @@ def step_key(seed: int, step: int) -> np.ndarray:
 def _report(progress: Progress, total: int, stop, earlier: list[Collected], done: int, tokens: int) -> None:
     progress.update("rollout", done=done, total=total, tokens=tokens)
     samples = done + sum(len(c.rollouts.tokens) for c in earlier)
-    check(stop, samples, tokens + sum(int(c.rollouts.lengths.sum()) for c in earlier))
+    check(stop, samples, tokens + sum(int(c.rollouts.sampled_lengths.sum()) for c in earlier))
 
 
 def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
     """What people watch of one step's samples, those that dynamic sampling drops included."""
     rollouts, scores = collected.rollouts, collected.scores
-    task = _task(config, scores)
+    task, lengths = _task(config, scores), rollouts.sampled_lengths
     found = {
-        "rollout/length_mean": float(rollouts.lengths.mean()),
-        "rollout/length_max": float(rollouts.lengths.max()),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(rollouts.truncated.mean()),
-        "rollout/pass_at_1": float((task >= config.rewards.pass_threshold).mean()),
+        "rollout/abstained_fraction": float(np.isnan(task).mean()),
         "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
         "rollout/policy_version": min(rollouts.policy_versions),
         "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
         "reward/errors": float(sum(scores.errors.values())),
     }
+    if passed := judged_passes(task, config.rewards.pass_threshold):
+        found["rollout/pass_at_1"] = float(np.mean([row.mean() for row in passed.values()]))
     if np.isfinite(scores.rewards).any():
         found["reward/mean"] = float(np.nanmean(scores.rewards))
         found["reward/std"] = float(np.nanstd(scores.rewards))
@@ -152,16 +153,29 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
     return found | episode_metrics(rollouts)
 
 
+def judged_passes(task: np.ndarray, threshold: float) -> dict[int, np.ndarray]:
+    """Of each prompt with a judged sample, by its number: whether each judged sample passes.
+
+    Args:
+        task: [P, G] rewards of the task term; NaN = abstained.
+        threshold: the least reward that passes.
+    """
+    known = ~np.isnan(task)
+    return {int(p): task[p][known[p]] >= threshold for p in np.flatnonzero(known.any(axis=1))}
+
+
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Means over episodes, the environment's own metrics among them; none without an environment."""
     episodes = rollouts.episodes
     if not episodes:
         return {}
+    written = (rollouts.lengths - rollouts.sampled_lengths).mean()
     own = dict.fromkeys(name for episode in episodes for name in episode.metrics)
     means = {name: float(np.mean([e.metrics.get(name, 0.0) for e in episodes])) for name in own}
     return {
         **{f"environment/{name}": value for name, value in means.items()},
         "environment/turns_mean": float(np.mean([e.turns for e in episodes])),
+        "environment/tokens_mean": float(written),
         "environment/rows_mean": float(np.mean([1 + len(e.rows) for e in episodes])),
         "environment/reward_mean": float(np.mean([e.reward for e in episodes])),
         "environment/errors": float(sum(e.failure is not None for e in episodes)),
@@ -198,7 +212,7 @@ def supervised_sequences(rows: TrainingRows) -> list[TrainSequence]:
 def score(
     parts: Assembly, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
 ) -> tuple[list[TrainSequence], int]:
-    """Old and reference log-probs where the algorithm needs them, and the number of tokens that were scored
+    """Old and reference log-probs where the algorithm needs them, and the number of tokens that were computed
     for it."""
     algo = parts.config.algo
     if not sequences or not (algo.needs_old_log_probs or algo.uses_reference):
@@ -206,12 +220,14 @@ def score(
     sources = {"old_log_probs": params if algo.needs_old_log_probs else None, "ref_log_probs": ref_params}
     sources = {name: weights for name, weights in sources.items() if weights is not None}
     scored: list[TrainSequence] = []
+    computed = 0
     samples = _by_sample(sequences)
     for part in np.array_split(
         np.arange(len(samples)), algo.num_minibatches
     ):  # the shape of an update's batch
         chosen = [s for i in part for s in samples[i]]
-        batch, count, index = _packed(parts, chosen)
+        batch, count, index, tokens = _packed(parts, chosen)
+        computed += tokens
         found = {
             name: unpack(to_host(programs.score_step(weights, batch, count)), index)
             for name, weights in sources.items()
@@ -219,7 +235,7 @@ def score(
         scored += [
             dataclasses.replace(s, **{n: v[i] for n, v in found.items()}) for i, s in enumerate(chosen)
         ]
-    return scored, len(sources) * sum(len(s.tokens) for s in sequences)
+    return scored, len(sources) * computed
 
 
 def with_advantages(
@@ -251,7 +267,8 @@ def with_advantages(
     if algo.uses_reference and algo.kl_in == "reward":
         kl = np.array([sum(_sequence_kl(s, algo.kl_estimator) for s in rows) for rows in samples])
         kl = kl.reshape(shape)
-        metrics["algo/kl"] = float(kl.sum() / max(num_tokens.sum(), 1))
+        if num_tokens.any():
+            metrics["algo/kl"] = float(kl[num_tokens > 0].sum() / num_tokens.sum())
     values = adv.compute(rewards, algo, kl=kl, num_tokens=num_tokens).reshape(-1)
     metrics["algo/masked_fraction"] = float(drop.mean())
     metrics["algo/advantage_abs_mean"] = float(np.abs(values).mean())
@@ -278,8 +295,9 @@ def _num_tokens(samples: list[list[TrainSequence]]) -> np.ndarray:
 
 def minibatches(
     parts: Assembly, sequences: list[TrainSequence], step: int
-) -> Iterator[tuple[TrainBatch, jax.Array]]:
-    """The packed batch of each update of this step, on device, with its number of micro-batches.
+) -> Iterator[tuple[TrainBatch, jax.Array, int]]:
+    """The packed batch of each update of this step, on device, with its number of micro-batches and of tokens
+    to compute.
 
     Every epoch splits the samples anew, in an order that depends on (seed, step, epoch) alone. Loss weights
     are those of the whole update, and a sample's: the rows of an episode stay together and weigh as one.
@@ -300,29 +318,17 @@ def minibatches(
                 for rows, w in zip(own, weights, strict=True)
                 for s in rows
             ]
-            batch, count, _ = _packed(parts, part)
-            yield batch, count
+            batch, count, _, tokens = _packed(parts, part)
+            yield batch, count, tokens
 
 
-def mean_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One dictionary for the updates of a step: means, maxima of ``*_max``, and the number of skipped
-    updates."""
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(k for r in results for k in r):
-        values = [r[name] for r in results if name in r]
-        if name.endswith("_max"):
-            found[name] = max(values)
-        elif name == "optim/skipped":
-            found[name] = sum(values)
-        else:
-            found[name] = math.fsum(values) / len(values)
-    return found
-
-
-def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex]:
-    """Packed and on device: batch [M, R, T], number of real micro-batches, and where each sequence lies."""
+def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex, int]:
+    """Packed and on device: batch [M, R, T], number of real micro-batches, where each sequence lies, and the
+    tokens that are computed: a prompt once in each row that shares it."""
     batch, count, index = pack(sequences, parts.batch_shape)
-    return put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES)), put(np.int32(count), parts.mesh), index
+    tokens = int(np.count_nonzero(batch.segment_ids))
+    batch = put(batch, parts.mesh, PartitionSpec(None, BATCH_AXES))
+    return batch, put(np.int32(count), parts.mesh), index, tokens
 
 
 def _sequence_kl(s: TrainSequence, estimator: str) -> float:

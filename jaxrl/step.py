@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms import losses
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import TrainBatch, TrainState
+from jaxrl.batch import Metric, TrainBatch, TrainState
 from jaxrl.config import setting
 from jaxrl.models import Model
 from jaxrl.models.layout import take
@@ -282,7 +282,8 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
             state, skipped_in_a_row=jnp.where(finite, state.skipped_in_a_row, state.skipped_in_a_row + 1)
         )
         chosen = jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
-        return chosen, {**metrics, "optim/grad_norm": grad_norm, "optim/skipped": 1.0 - applied}
+        metrics = losses.of_update({**metrics, "optim/grad_norm": Metric(total=grad_norm, reduction="sum")})
+        return chosen, {**metrics, "optim/skipped": Metric(total=1.0 - applied, reduction="sum")}
 
     whole = NamedSharding(spec.mesh, PartitionSpec())
     return jax.jit(train, donate_argnums=0, out_shardings=(shardings, whole))

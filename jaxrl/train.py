@@ -147,12 +147,12 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                     logger.warning("the data ended after step %d of %d", done, r.total_steps)
                     break
                 sequences, metrics = gathered
-                metrics["optim/learning_rate"] = float(programs.schedule(updates))
                 # 7: the update; from here on the step counts.
                 state, found = update(r, state, sequences, step)
                 metrics |= found
                 done, position = step, r.data.get_state()
-                updates, failed = int(state.updates), int(state.skipped_in_a_row)
+                before, updates, failed = updates, int(state.updates), int(state.skipped_in_a_row)
+                metrics["optim/learning_rate"] = float(programs.schedule(max(before, updates - 1)))
                 # 8: the sampler gets the new weights, in the place of the old ones.
                 if programs.refresh:
                     with r.timer.phase("refresh"):
@@ -228,7 +228,7 @@ def gather(
     )
     if collected is None:
         return None
-    sampled = len(collected.rollouts.tokens), int(collected.rollouts.lengths.sum())
+    sampled = len(collected.rollouts.tokens), int(collected.rollouts.sampled_lengths.sum())
     check(r.stop, *sampled)
     r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
     sequences = stages.sequences_of(collected.rollouts)
@@ -247,13 +247,15 @@ def update(
     results = []
     with r.timer.phase("update") as phase:
         r.progress.update("update")
-        for batch, count in stages.minibatches(r.parts, sequences, step):
+        for batch, count, tokens in stages.minibatches(r.parts, sequences, step):
             state, result = r.programs.train_step(state, batch, count)
-            results.append(finish_metrics(jax.device_get(result)))
-        phase.tokens = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
+            results.append(jax.device_get(result))
+            phase.tokens += tokens
     if not results:
         return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout}
-    return state, stages.mean_metrics(results)
+    counted = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
+    sizes = {"batch/computed_tokens": phase.tokens, "batch/counted_tokens": counted}
+    return state, finish_metrics(*results) | sizes
 
 
 def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
@@ -272,7 +274,7 @@ def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> d
             progress=r.progress,
             stop=r.stop,
         )
-        phase.tokens = int(completions.lengths.sum())
+        phase.tokens = int(completions.sampled_lengths.sum())
     if r.parts.config.algo.supervised:
         r.writer.samples(step, sample_rows(completions, scores))
     return found

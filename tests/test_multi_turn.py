@@ -78,6 +78,9 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     assert [t.tolist() for t in rollouts.sampled] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
     scores = Scores(rewards, {"environment": rewards}, {}, [None, None])
     collected = stages.Collected(rollouts, scores, {})
+    metrics = stages.rollout_metrics(config, collected)
+    assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (4.5, 5)
+    assert metrics["environment/tokens_mean"] == 1.5  # 3 of one episode, 0 of the other
     sequences, _ = stages.with_advantages(config, collected, stages.sequences_of(rollouts))
     assert [len(s) for s in sequences] == [8, 9, 12]
     assert [s.group for s in sequences] == [0, None, 0]  # the rewritten prompt is nobody else's
@@ -85,9 +88,9 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     assert len(advantages) == 3 and len(later) == 2 and set(advantages) == set(later)
     assert len(other) == 4 and max(other) < 0 < min(advantages)
     parts = assemble(config)
-    ((batch, count),) = stages.minibatches(parts, sequences, 1)
+    ((batch, count, computed),) = stages.minibatches(parts, sequences, 1)
     mask, weights = np.asarray(batch.loss_mask), np.asarray(batch.loss_weights)
-    assert count == 1 and mask.sum() == 9 and (weights[mask == 0] == 0).all()
+    assert count == 1 and computed == 8 - 5 + 9 + 12 and mask.sum() == 9 and (weights[mask == 0] == 0).all()
     up = np.asarray(batch.advantages) > 0
     if aggregation == "token_mean":
         np.testing.assert_allclose(weights[mask > 0], 1 / 9, rtol=1e-6)

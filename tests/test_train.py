@@ -118,6 +118,7 @@ RESUME_CASES = {
         "algo.name=grpo",
         "algo.num_minibatches=2",
         "optim.schedule=cosine",
+        "optim.warmup_steps=100",
     ],
     "supervised": None,
 }
@@ -142,6 +143,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
     last = steps[-1]
     assert steps == list(range(1, last + 1)) and last >= 4
     assert metrics_of(straight) == metrics_of(parts)
+    if "optim.warmup_steps=100" in overrides:  # the learning rate is that of the step's second update
+        rates = [m["optim/learning_rate"] for m in metrics_of(straight)]
+        assert rates == pytest.approx([1e-2 * 2 * step / 100 for step in steps], rel=1e-5)
     assert_same_bits(arrays_of(straight, last), arrays_of(parts, last))
 
 

@@ -10,6 +10,8 @@ add up exactly.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -18,12 +20,11 @@ import numpy as np
 
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.algorithms.kl import MAX_LOG_RATIO, estimate
-from jaxrl.batch import TrainBatch
+from jaxrl.batch import Metric, TrainBatch
 from jaxrl.config import import_by_path
 
-Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
-"""Name -> (numerator, denominator) of a mean, or a plain sum. Micro-batches add up, except that names
-ending in ``_max`` combine by maximum; 0 is neutral for both (see ``merge_metrics``, ``finish_metrics``)."""
+Metrics = dict[str, Metric]
+"""By name; each says how it adds up."""
 
 LOG_PROB_FLOOR = -1e4
 """Log-probs below (-inf included) count as this, so that differences of them stay finite."""
@@ -129,8 +130,9 @@ def policy_loss(
 
     weights = jnp.where(terms.mask > 0, batch.loss_weights, 0.0)
     losses = {name: jnp.sum(weights * values) for name, values in per_token.items()}
-    losses["loss/total"] = sum(losses.values(), start=jnp.float32(0))
-    return losses["loss/total"], jax.lax.stop_gradient({**losses, **_metrics(terms, config)})
+    total = losses["loss/total"] = sum(losses.values(), start=jnp.float32(0))
+    shares = {name: Metric(total=value, reduction="sum") for name, value in losses.items()}
+    return total, jax.lax.stop_gradient({**shares, **_metrics(terms, config)})
 
 
 def token_local(config: AlgoConfig) -> bool:
@@ -182,17 +184,40 @@ def loss_weights(
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
     """Metrics of two micro-batches together (same names)."""
-    return {k: jax.tree.map(jnp.maximum if k.endswith("_max") else jnp.add, a[k], b[k]) for k in a}
+
+    def merge(x: Metric, y: Metric) -> Metric:
+        add = jnp.maximum if x.reduction == "max" else jnp.add
+        return jax.tree.map(add, x, y)
+
+    return {name: merge(metric, b[name]) for name, metric in a.items()}
 
 
-def finish_metrics(metrics: Metrics) -> dict[str, float]:
-    """Plain numbers for the log; a mean over nothing is left out."""
+def of_update(metrics: Metrics) -> Metrics:
+    """Metrics of all micro-batches as those of one update: a sum over them is a number of the update, and of
+    several updates the mean counts."""
+    return {
+        name: mean_of(m.total, jnp.ones_like(m.total)) if m.reduction == "sum" else m
+        for name, m in metrics.items()
+    }
+
+
+def mean_of(values: jax.Array, weights: jax.Array) -> Metric:
+    """Weighted mean of equally shaped arrays."""
+    return Metric(total=jnp.sum(weights * values), weight=jnp.sum(weights), reduction="mean")
+
+
+def finish_metrics(*updates: Metrics) -> dict[str, float]:
+    """Plain numbers for the log, over one update or several; a mean over nothing is left out."""
     result = {}
-    for name, value in metrics.items():
-        if not isinstance(value, tuple):
-            result[name] = float(value)
-        elif float(value[1]) > 0:
-            result[name] = float(value[0]) / float(value[1])
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):
+        found = [metrics[name] for metrics in updates if name in metrics]
+        totals = [float(metric.total) for metric in found]
+        if found[0].reduction == "max":
+            result[name] = max(totals)
+        elif found[0].reduction == "sum":
+            result[name] = math.fsum(totals)
+        elif (weight := math.fsum(float(metric.weight) for metric in found)) > 0:
+            result[name] = math.fsum(totals) / weight
     return result
 
 
@@ -264,35 +289,32 @@ def _sampler_weight(ratio: jax.Array, config: AlgoConfig) -> jax.Array:
 def _metrics(terms: Terms, config: AlgoConfig) -> Metrics:
     """What people watch. Means over scored tokens, but those of a sequence's ratio over sequences."""
     mask, old = terms.mask, terms.old_log_probs
-    # A sequence's tokens share 1, so that sums over tokens are sums over sequences.
-    share = mask if config.ratio_level == "token" else mask / jnp.maximum(terms.sequence_sum(mask), 1.0)
 
-    def mean(values: jax.Array, weights: jax.Array = mask) -> tuple[jax.Array, jax.Array]:
-        return jnp.sum(weights * values), jnp.sum(weights)
+    def mean(values: jax.Array) -> Metric:
+        return mean_of(values, mask)
+
+    def largest(values: jax.Array) -> Metric:
+        return Metric(total=jnp.max(mask * values), reduction="max")
 
     metrics: Metrics = {"algo/entropy": mean(terms.entropies)}
     if config.supervised:
         return metrics
-    ratio = terms.ratio
-    metrics["algo/ratio_mean"] = mean(ratio, share)
-    metrics["algo/ratio_max"] = jnp.max(mask * ratio)
     metrics["algo/kl_old"] = mean(estimate(old, terms.log_probs, "k3"))
-    if terms.ref_log_probs is not None:
-        metrics["algo/kl"] = mean(estimate(terms.log_probs, terms.ref_log_probs, "k3"))
-    bounds = {
-        "clip": (1 - config.clip_low, 1 + config.clip_high),
-        "cispo": (config.cispo_low, config.cispo_high),
-    }
-    if config.objective in bounds:
-        low, high = bounds[config.objective]
-        below, above = (ratio < low) & (terms.advantages < 0), (ratio > high) & (terms.advantages > 0)
-        metrics["algo/clip_low_fraction"] = mean(below, share)
-        metrics["algo/clip_high_fraction"] = mean(above, share)
-        metrics["algo/clip_fraction"] = mean(below | above, share)
+    if config.uses_reference and config.kl_in == "loss":
+        metrics["algo/kl"] = mean(_kl_to_reference(terms, config))
+    metrics["algo/ratio_max"] = largest(terms.ratio)
+    # A sequence's tokens share 1, so that sums over tokens are sums over sequences.
+    share = mask if config.ratio_level == "token" else mask / jnp.maximum(terms.sequence_sum(mask), 1.0)
+    metrics["algo/ratio_mean"] = mean_of(terms.ratio, share)
+    cut = _cut(terms, config)
+    if cut:
+        metrics["algo/clip_fraction"] = mean_of(functools.reduce(jnp.logical_or, cut.values()), share)
+    for side, where in cut.items():
+        metrics[f"algo/clip_{side}_fraction"] = mean_of(where, share)
     if terms.rollout_log_probs is not None:
         difference = jnp.abs(terms.rollout_log_probs - old)
         metrics["sampler/log_prob_diff_mean"] = mean(difference)
-        metrics["sampler/log_prob_diff_max"] = jnp.max(mask * difference)
+        metrics["sampler/log_prob_diff_max"] = largest(difference)
         metrics["sampler/kl"] = mean(estimate(terms.rollout_log_probs, old, "k3"))
     if config.sampler_correction != "none":
         sampler_ratio = _sampler_ratio(terms, config)
@@ -300,6 +322,24 @@ def _metrics(terms: Terms, config: AlgoConfig) -> Metrics:
         metrics["sampler/weight_mean"] = mean(_sampler_weight(sampler_ratio, config))
         metrics["sampler/clipped_fraction"] = mean(outside)
     return metrics
+
+
+def _cut(terms: Terms, config: AlgoConfig) -> dict[str, jax.Array]:
+    """Where a bound of the objective acts, by its name: [R, T] bool; {} for objectives without bounds.
+
+    clip: the token loses its gradient, which its advantage's sign decides. cispo: its weight is bounded,
+    either way.
+    """
+    ratio, gains, loses = terms.ratio, terms.advantages > 0, terms.advantages < 0
+    if config.objective == "clip":
+        cut = {"low": (ratio < 1 - config.clip_low) & loses, "high": (ratio > 1 + config.clip_high) & gains}
+        if config.clip_dual is not None:
+            cut["dual"] = (ratio > config.clip_dual) & loses
+        return cut
+    if config.objective == "cispo":
+        either = gains | loses
+        return {"low": (ratio < config.cispo_low) & either, "high": (ratio > config.cispo_high) & either}
+    return {}
 
 
 def _exp(log_ratio: jax.Array) -> jax.Array:

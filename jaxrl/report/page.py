@@ -56,7 +56,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     facts.append(
         ("Time in steps", duration(seconds), f"resumed after step {segments}" if segments else "one segment")
     )
-    for phase, label in (("rollout", "Tokens sampled"), ("update", "Tokens trained")):
+    for phase, label in (("rollout", "Tokens sampled"), ("update", "Tokens computed")):
         spent = float(run.curves.get(f"time/{phase}_seconds")[1].sum())
         if (tokens := run.tokens(phase)) and spent > 0:
             rate = tokens / spent

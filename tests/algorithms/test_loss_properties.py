@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import finish_metrics, loss_weights, merge_metrics, policy_loss
+from jaxrl.algorithms.losses import finish_metrics, loss_weights, merge_metrics, of_update, policy_loss
 from jaxrl.algorithms.presets import PRESETS
-from jaxrl.batch import TrainBatch
+from jaxrl.batch import Metric, TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 
@@ -153,7 +153,7 @@ def test_entropy_bonus_raises_entropy_by_the_loss_weights():
     (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, AlgoConfig(entropy_coef=0.25))
     np.testing.assert_allclose(grads[1], -0.25 * batch.loss_weights, rtol=1e-6)
     np.testing.assert_allclose(
-        metrics["loss/entropy"], -0.25 * np.sum(batch.loss_weights * entropies), rtol=1e-5
+        finish_metrics(metrics)["loss/entropy"], -0.25 * np.sum(batch.loss_weights * entropies), rtol=1e-5
     )
 
 
@@ -161,6 +161,7 @@ def test_parts_of_the_loss_add_up():
     log_probs, entropies, batch = make_batch()
     config = AlgoConfig(kl_coef=0.1, entropy_coef=0.1)
     (loss, metrics), _ = loss_and_gradient(log_probs, entropies, batch, config)
+    metrics = finish_metrics(metrics)
     parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
     np.testing.assert_allclose([parts, metrics["loss/total"]], [loss, loss], rtol=1e-6)
 
@@ -209,6 +210,40 @@ def test_one_device_eight_devices_and_micro_batches_agree(variant):
         assert found.keys() == expected.keys()
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_metrics_of_several_updates_are_means_over_their_tokens():
+    long, short = (make_batch(rows=4), make_batch(rows=1, seed=1))
+    updates = [loss_and_gradient(*batch, AlgoConfig())[0][1] for batch in (long, short)]
+    found = finish_metrics(*(of_update(metrics) for metrics in updates))
+
+    scored = [batch.loss_mask > 0 for _, _, batch in (long, short)]
+    entropies = np.concatenate([e[m] for (_, e, _), m in zip((long, short), scored, strict=True)])
+    assert found["algo/entropy"] == pytest.approx(entropies.astype(np.float64).mean(), rel=1e-6)
+    ratios = [np.exp(p - b.old_log_probs)[m] for (p, _, b), m in zip((long, short), scored, strict=True)]
+    assert found["algo/ratio_mean"] == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
+    assert found["algo/ratio_max"] == pytest.approx(max(r.max() for r in ratios), rel=1e-5)
+    # A loss is a number of its update, whatever the update's size.
+    losses = [finish_metrics(metrics)["loss/total"] for metrics in updates]
+    assert found["loss/total"] == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+def test_each_metric_says_how_it_adds_up_whatever_its_name():
+    def metric(total, weight=None, reduction="mean"):
+        return Metric(total=np.float32(total), weight=weight, reduction=reduction)
+
+    first = {
+        "a_max": metric(1000.0, 1000.0),
+        "b": metric(3.0, reduction="max"),
+        "optim/skipped": metric(0.0, 0.0),
+    }
+    second = {
+        "a_max": metric(0.0, 10.0),
+        "b": metric(5.0, reduction="max"),
+        "c": metric(1.0, reduction="sum"),
+    }
+    found = finish_metrics(first, second, {"c": metric(2.0, reduction="sum")})
+    assert found == {"a_max": pytest.approx(1000 / 1010), "b": 5.0, "c": 3.0}
 
 
 def test_sampler_difference_is_measured_between_the_same_weights():

@@ -191,16 +191,54 @@ def test_policy_loss_matches_other_libraries(name, layout):
 
     # TRL's sequence-level fractions count the empty sequence, of which nothing is known.
     share = 6 / 5 if case["params"].get("importance_sampling_level") == "sequence" else 1.0
+    dual = metrics.get("algo/clip_dual_fraction", 0.0)  # which TRL counts nowhere
     for theirs, ours in (
-        ("clip_ratio/low_mean", "algo/clip_low_fraction"),
-        ("clip_ratio/high_mean", "algo/clip_high_fraction"),
-        ("clip_ratio/region_mean", "algo/clip_fraction"),
-        ("cispo_clip_ratio", "algo/clip_high_fraction"),
+        ("clip_ratio/low_mean", metrics.get("algo/clip_low_fraction")),
+        ("clip_ratio/high_mean", metrics.get("algo/clip_high_fraction")),
+        ("clip_ratio/region_mean", metrics.get("algo/clip_fraction", 0.0) - dual),
     ):
         if theirs in case["metrics"]:
-            np.testing.assert_allclose(metrics[ours], case["metrics"][theirs] * share, atol=1e-6)
-    if "kl" in case["metrics"] and name != "grpo_kl_bias_corrected":  # TRL's is the weighted term there
+            np.testing.assert_allclose(ours, case["metrics"][theirs] * share, atol=1e-6)
+    if "kl" in case["metrics"]:
         np.testing.assert_allclose(metrics["algo/kl"], case["metrics"]["kl"], atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("settings", "cut"),
+    [
+        # A bound on the weight acts on gains and losses alike.
+        ({"objective": "cispo", "cispo_low": 0.8, "cispo_high": 1.28}, {"low": 0.8, "high": 1.28}),
+        # A clip takes the gradient where the step would go further out.
+        ({"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 1.5}, {"low": 0.8, "high": 1.28, "dual": 1.5}),
+    ],
+)
+def test_clip_fractions_count_every_token_that_a_bound_acts_on(settings, cut, layout):
+    x = inputs()
+    mask, ratio = x["mask"], np.exp(x["logp"] - x["old_logp"])
+    advantages = np.load(FOLDER / "ppo.npz")["policy_advantages"]
+    low, high = ratio < cut["low"], ratio > cut["high"]
+    if "dual" in cut:
+        low, high = low & (advantages < 0), high & (advantages > 0)
+    dual = (ratio > cut.get("dual", np.inf)) & (advantages < 0)
+    config = AlgoConfig(sampler_correction="none", **settings)
+    _, grad, metrics = evaluate(
+        config,
+        layout=layout,
+        mask=mask,
+        logp=x["logp"],
+        old=x["old_logp"],
+        ref=None,
+        sampler=None,
+        advantages=advantages,
+    )
+    for name, where in (("low", low), ("high", high), ("dual", dual)):
+        if name in cut:
+            assert metrics[f"algo/clip_{name}_fraction"] == pytest.approx(where[mask > 0].mean(), abs=1e-6)
+            assert where[mask > 0].any()
+    assert metrics["algo/clip_fraction"] == pytest.approx((low | high | dual)[mask > 0].mean(), abs=1e-6)
+    if "dual" in cut:  # what was cut has no gradient, and all else has one
+        assert np.mean(grad[mask > 0] == 0) == pytest.approx(metrics["algo/clip_fraction"], abs=1e-6)
 
 
 def test_every_policy_case_is_covered():
@@ -224,7 +262,8 @@ def test_ppo_policy_loss_with_token_advantages_and_dual_clip(bound):
     )
     np.testing.assert_allclose(loss, goldens[f"{name}/loss"], atol=2e-6)
     np.testing.assert_allclose(grad, goldens[f"{name}/grad"], atol=2e-6)
-    np.testing.assert_allclose(metrics["algo/clip_fraction"], goldens[f"{name}/clipfrac"], atol=1e-6)
+    clipped = metrics["algo/clip_fraction"] - metrics.get("algo/clip_dual_fraction", 0.0)
+    np.testing.assert_allclose(clipped, goldens[f"{name}/clipfrac"], atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
