@@ -36,6 +36,7 @@ from jaxrl import shrink
 from jaxrl.assembly import Assembly, assemble
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, UserCodeError, run_cli, to_yaml
+from jaxrl.data import columns
 from jaxrl.data.chat import Renderer
 from jaxrl.data.pipeline import Examples, prompt_examples
 from jaxrl.environments import calls as environment_calls
@@ -338,12 +339,11 @@ def _reference(parts: Assembly, example: Any) -> str | None:
     """The row's own completion, if it has one."""
     config = parts.config.data
     if config.messages:
-        last = example[config.messages][-1]
-        return str(last["content"]) if last.get("role") == "assistant" else None
-    from jaxrl.data.chat import fill
-
+        last = columns.value(example, config.messages, "data.messages")[-1]
+        content = last.get("content") if last.get("role") == "assistant" else None
+        return content if isinstance(content, str) else None
     try:
-        return fill(config.completion, example, "data.completion")
+        return columns.fill(config.completion, example, "data.completion")
     except ConfigError:
         return None
 

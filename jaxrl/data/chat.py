@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxrl.config import ConfigError, nearest
+from jaxrl.config import ConfigError
+from jaxrl.data import columns
+from jaxrl.data.columns import Row, fill
 from jaxrl.data.config import DataConfig
+from jaxrl.data.shown import Shown, printed_object
 from jaxrl.data.tokenizer import Message, Tokenizer
-
-Row = Mapping[str, Any]
-_FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,32 +39,6 @@ class TrainingRow:
     example: Row
 
 
-def fill(template: str, row: Row, key: str) -> str:
-    """``template`` with {column} replaced by the row's value; {{ and }} stand for braces, other braces stay.
-
-    Raises:
-        ConfigError: the row has no such column, or a null in it; names the columns there are.
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name is None:
-            return match.group(0)[0]
-        if name not in row:
-            hint = nearest(name, row)
-            raise ConfigError(
-                f"there is no column {name!r}"
-                + (f"; did you mean {hint!r}?" if hint else "")
-                + f" The columns are {', '.join(map(str, row))}",
-                key,
-            )
-        if row[name] is None:
-            raise ConfigError(f"column {name!r} is null", key)
-        return str(row[name])
-
-    return _FIELD.sub(value, template)
-
-
 class Renderer:
     """Rows to prompts and training rows, by the templates of ``config``.
 
@@ -72,12 +46,16 @@ class Renderer:
         section: where ``config`` stands in the user's file, for messages.
 
     Raises:
-        ConfigError: no chat template, an unreadable one, or variables it does not use.
+        ConfigError: no chat template, an unreadable one, variables it does not use, or a system prompt that
+            it refuses or leaves out.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, section: str = "data"):
         self.config, self.tokenizer, self.section = config, tokenizer, section
         self.plain = config.chat_template == "none"
+        self._shown = Shown()
+        # Columnar files fill the keys that other rows have with null, at every depth.
+        self._drop_nulls = config.source != "jsonl"
         self.template: str | None = None
         if config.chat_template not in ("auto", "none"):
             try:
@@ -92,11 +70,15 @@ class Renderer:
                 f"{section}.chat_template",
             )
         source = self.template or str(tokenizer.hf.chat_template)
-        for name in config.chat_template_args:
+        variables = dict.fromkeys(config.chat_template_args, "chat_template_args.{}")
+        for name, place in {**variables, **({"tools": "tools"} if config.tools else {})}.items():
             if not re.search(rf"\b{re.escape(name)}\b", source):
                 raise ConfigError(
-                    "has no effect: the chat template never uses it", f"{section}.chat_template_args.{name}"
+                    "has no effect: the chat template never uses it", f"{section}.{place.format(name)}"
                 )
+        if config.system_prompt:
+            system = {"role": "system", "content": config.system_prompt}
+            self._render([system, {"role": "user", "content": "a"}], None, add_generation_prompt=True)
 
     def prompt(self, row: Row) -> Prompt:
         """The row as a prompt, up to where the assistant's answer begins.
@@ -114,7 +96,7 @@ class Renderer:
                     "the conversation ends with the assistant's message; a prompt has to end before it",
                     f"{self.section}.messages",
                 )
-            text = self._render(messages, add_generation_prompt=True)
+            text = self._render(messages, row, add_generation_prompt=True)
             ids = self.tokenizer.encode(text)
         return Prompt(np.array(ids, np.int32), text, row)
 
@@ -122,16 +104,25 @@ class Renderer:
         """The messages of a row's prompt, whose rendered text is ``text``."""
         return [{"role": "user", "content": text}] if self.plain else self.conversation(row)
 
-    def following(self, messages: Sequence[Message], context: str) -> str:
+    def try_roles(self, *roles: str) -> None:
+        """Raise ConfigError if the chat template refuses a conversation of these roles, or leaves one out."""
+        if not self.plain:
+            messages = [{"role": role, "content": "a"} for role in roles]
+            self._render(messages, None, add_generation_prompt=True)
+
+    def following(self, messages: Sequence[Message], context: str, row: Row) -> str:
         """Text up to where the assistant's next turn begins: the conversation by the chat template, or in
         plain text ``context`` and what came after the last turn. It need not begin with ``context``, the text
         so far: some templates rewrite earlier messages (strip their reasoning, say).
 
+        Args:
+            row: whose prompt began the conversation.
+
         Raises:
-            ConfigError: the template refuses the conversation.
+            ConfigError: the template refuses the conversation, or leaves a message out.
         """
         if not self.plain:
-            return self._render(messages, add_generation_prompt=True)
+            return self._render(messages, row, add_generation_prompt=True)
         turn = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         return context + "".join(message["content"] for message in messages[turn + 1 :])
 
@@ -150,9 +141,22 @@ class Renderer:
         ids, mask = (
             self._plain_parts(row)
             if self.plain
-            else self._chat_parts(self.conversation(row, completion=True))
+            else self._chat_parts(self.conversation(row, completion=True), row)
         )
+        if mask[0]:
+            raise ConfigError(
+                "the prompt has no tokens, so nothing precedes the first one that is learned; expected text, "
+                "or a tokenizer that begins a text with BOS",
+                f"{self.section}.{'prompt' if self.plain else 'chat_template'}",
+            )
         return TrainingRow(np.array(ids, np.int32), np.array(mask, np.float32), row)
+
+    def answered(self, row: Row, answer: str) -> list[int]:
+        """Ids of the row's conversation (in plain text, its prompt) with ``answer`` behind it."""
+        if self.plain:
+            return self.tokenizer.encode_prompt(self.prompt(row).text + answer)
+        messages = [*self.conversation(row), {"role": "assistant", "content": answer}]
+        return self.tokenizer.encode(self._render(messages, row, add_generation_prompt=False))
 
     def _plain_parts(self, row: Row) -> tuple[list[int], list[int]]:
         text = fill(self.config.prompt, row, f"{self.section}.prompt")
@@ -166,7 +170,7 @@ class Renderer:
         answer.append(self.tokenizer.eos_id)
         return prompt + answer, [0] * len(prompt) + [1] * len(answer)
 
-    def _chat_parts(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def _chat_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[int], list[int]]:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise ConfigError(
@@ -174,8 +178,8 @@ class Renderer:
             )
         text, ids, mask = "", [], []  # type: ignore[var-annotated]
         for turn in turns if self.config.train_on == "all" else turns[-1:]:
-            before = self._render(messages[:turn], add_generation_prompt=True)
-            after = self._render(messages[: turn + 1], add_generation_prompt=False)
+            before = self._render(messages[:turn], row, add_generation_prompt=True)
+            after = self._render(messages[: turn + 1], row, add_generation_prompt=False)
             if not before.startswith(text):
                 raise ConfigError(
                     "the chat template rewrites earlier messages when later ones follow, so one row "
@@ -196,48 +200,76 @@ class Renderer:
         return ids, mask
 
     def conversation(self, row: Row, *, completion: bool = False) -> list[Message]:
+        """The row's messages, with the system prompt before them if they have none.
+
+        Raises:
+            ConfigError: as ``columns.fill`` and ``columns.messages``.
+        """
         config, section = self.config, self.section
+        messages: list[Message] = []
         if config.messages:
-            messages = _checked(row, config.messages, f"{section}.messages")
+            key = f"{section}.messages"
+            found = columns.value(row, config.messages, key)
+            messages += columns.messages(found, config.messages, key, drop_nulls=self._drop_nulls)
         else:
-            messages = [{"role": "user", "content": fill(config.prompt, row, f"{section}.prompt")}]
+            messages.append({"role": "user", "content": fill(config.prompt, row, f"{section}.prompt")})
             if completion:
                 content = fill(config.completion, row, f"{section}.completion")
                 messages.append({"role": "assistant", "content": content})
-        if config.system_prompt and messages[0].get("role") != "system":
+        if config.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
         return messages
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        try:
+    def _render(self, messages: Sequence[Message], row: Row | None, *, add_generation_prompt: bool) -> str:
+        """The text of a conversation, which shows all of it.
+
+        Raises:
+            ConfigError: the template refuses the conversation, leaves a message out, or prints an object.
+        """
+        variables = dict(self.config.chat_template_args)
+        if self.config.tools and row is not None:
+            key = f"{self.section}.tools"
+            found = columns.value(row, self.config.tools, key)
+            variables["tools"] = columns.tools(found, self.config.tools, key, drop_nulls=self._drop_nulls)
+
+        def render(some: Sequence[Message]) -> str:
             return self.tokenizer.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=self.template,
-                **self.config.chat_template_args,
+                some, add_generation_prompt=add_generation_prompt, chat_template=self.template, **variables
             )
+
+        try:
+            text = render(messages)
         except ConfigError as error:
-            raise ConfigError(error.problems[0][1], f"{self.section}.chat_template") from error.__cause__
+            key, why = f"{self.section}.chat_template", error.problems[0][1]
+            if messages[0]["role"] == "system" and len(messages) > 1:
+                with contextlib.suppress(ConfigError):
+                    render(messages[1:])
+                    key, why = self._source(messages, 0), f"message 0 of the role system: {why}"
+            raise ConfigError(why, key) from error.__cause__
+        if lost := self._shown.lost(messages, render):
+            number, words = lost
+            raise ConfigError(
+                f"the chat template leaves out {words}; expected a template that shows it, or no such "
+                "message",
+                self._source(messages, number),
+            )
+        printed = printed_object([messages, variables.get("tools")], text)
+        if printed is not None:
+            raise ConfigError(
+                f"the chat template prints {str(printed)[:80]} as a Python object; expected text there, or a "
+                "template that writes it",
+                f"{self.section}.chat_template",
+            )
+        return text
+
+    def _source(self, messages: Sequence[Message], number: int) -> str:
+        """The setting that a message comes from."""
+        if self.config.system_prompt and messages[number]["content"] == self.config.system_prompt:
+            return f"{self.section}.system_prompt"
+        return f"{self.section}.{'messages' if self.config.messages else 'chat_template'}"
 
 
 def _learned(answer: Sequence[int], stop_ids: Sequence[int]) -> int:
     """How many tokens of an assistant's part are learned: up to its stop token, not what follows it."""
     stops = [i for i, token in enumerate(answer) if token in stop_ids]
     return stops[-1] + 1 if stops else len(answer)
-
-
-def _checked(row: Row, column: str, key: str) -> list[Message]:
-    if column not in row:
-        raise ConfigError(f"there is no column {column!r}. The columns are {', '.join(map(str, row))}", key)
-    messages = row[column]
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, Mapping) and "role" in m for m in messages)
-    ):
-        raise ConfigError(
-            f"column {column!r} holds {repr(messages)[:80]}; needed is a list of messages {{role, content}}",
-            key,
-        )
-    # Columnar files fill the keys that other messages have with null.
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]

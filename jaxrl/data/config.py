@@ -29,13 +29,20 @@ class DataConfig:
     limit: int | None = setting(None, "use only the first so many rows; null: all")
 
     prompt: str = setting(
-        "{question}", "the user's message; {column} is replaced, {{ and }} stand for braces, a lone {} stays"
+        "{question}",
+        "the user's message; {column} is replaced by a column of text or numbers, {{ and }} stand for "
+        "braces, a lone {} stays. A dot leads into a nested column, here and in every setting that names "
+        "one: {extra_info.question}",
     )
     completion: str = setting(
         "{answer}", "the assistant's message in supervised training, a template like prompt"
     )
     messages: str | None = setting(
         None, "column with the conversation, a list of {role, content}, used instead of prompt and completion"
+    )
+    tools: str | None = setting(
+        None,
+        "column with the tools of a conversation, a list of JSON schemas or JSON of one, for the template",
     )
     train_on: Literal["all", "last"] = setting(
         "all", "supervised training: which assistant messages of a conversation are learned"
@@ -70,11 +77,13 @@ class DataConfig:
         if self.workers < 0:
             yield "workers", f"{self.workers}: needs 0 or a number of processes"
         if self.chat_template == "none":
-            for name in ("system_prompt", "chat_template_args", "messages"):
+            for name in ("system_prompt", "chat_template_args", "messages", "tools"):
                 if getattr(self, name):
                     yield name, "has no effect with chat_template: none, which sends the prompt as plain text"
         elif self.chat_template != "auto" and not Path(self.chat_template).expanduser().is_file():
             yield "chat_template", f"{self.chat_template!r} is neither auto, none nor a file that exists"
+        if self.tools and "tools" in self.chat_template_args:
+            yield "tools", "is set in chat_template_args too; expected one of them"
         if not self.messages:
             for name in ("prompt", "completion"):
                 if not getattr(self, name):

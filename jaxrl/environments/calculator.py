@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from jaxrl.data import columns
 from jaxrl.environments.calls import Message, Step
 from jaxrl.rewards.arithmetic import answer
 
@@ -41,7 +42,8 @@ class Environment:
         self.gold = gold
 
     def reset(self, example: Mapping[str, Any]) -> Any:
-        return str(example[self.gold])
+        key = "environment.args.gold"
+        return columns.text(columns.value(example, self.gold, key), self.gold, key)
 
     def step(self, messages: list[Message], state: Any) -> Step:
         text = messages[-1]["content"]

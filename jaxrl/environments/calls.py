@@ -179,7 +179,8 @@ def _checked(step: Any) -> Outcome:
         reward = float(step.reward)
         metrics = {str(name): float(value) for name, value in step.metrics.items()}
         state = json.loads(json.dumps(step.state))
-        messages = json.loads(json.dumps([dict(m) for m in messages]))
+        messages = json.loads(json.dumps([dict(m) for m in messages], allow_nan=False))
+        json.dumps(messages, ensure_ascii=False).encode()  # half of a surrogate pair has no tokens
     except (TypeError, ValueError, AttributeError) as error:
         raise _Unusable(f"reward, metrics, state or observation is not plain data: {error}") from None
     if not math.isfinite(reward) or not all(map(math.isfinite, metrics.values())):

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
+from jaxrl.data.columns import value
 
 _MACHINERY = {"calls", "config", "model", "numerals", "pool", "processes", "worker"}
 _GIVEN = ("prompts", "completions", "token_ids", "columns")
@@ -153,6 +154,9 @@ class Reward:
 
 def reference_column(name: str, columns: Mapping[str, Sequence[Any]], gold: str) -> Sequence[Any]:
     """The column with the reference answers, for the built-ins that have an argument ``gold``."""
+    outer = gold.partition(".")[0]
+    if gold not in columns and outer in columns:
+        return [value({outer: found}, gold, "rewards.terms") for found in columns[outer]]
     if gold not in columns:
         raise ConfigError(
             f"reward {name} needs a column {gold!r} with the reference answer; the data has "

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.batch import Rollouts
-from jaxrl.config import from_dict
+from jaxrl.config import ConfigError, from_dict
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
@@ -72,10 +72,15 @@ class RewardModel:
         self.mesh = mesh
         folder = hf.resolve(self.args.path, f"{key}.args.path")
         self.tokenizer = load_tokenizer(str(folder), f"{key}.args.path")
-        self.plain = data.chat_template == "none" or not self.tokenizer.has_chat_template
-        template = "none" if self.plain else "auto"
-        own = dataclasses.replace(data, chat_template=template, chat_template_args={})
-        self.renderer = Renderer(own, self.tokenizer)
+        plain = data.chat_template == "none" or not self.tokenizer.has_chat_template
+        tools = data.tools if "tools" in str(self.tokenizer.hf.chat_template) else None
+        template = "none" if plain else "auto"
+        own = dataclasses.replace(data, chat_template=template, chat_template_args={}, tools=tools)
+        try:
+            self.renderer = Renderer(own, self.tokenizer)
+        except ConfigError as error:
+            why = [f"the reward model's own: {text}" for _, text in error.problems]
+            raise ConfigError([(f"{key}.args.path", text) for text in why]) from error
         head, self.params = load_reward_head(
             folder,
             mesh,
@@ -89,7 +94,8 @@ class RewardModel:
         """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens``."""
         group = rollouts.group_size
         rows = [
-            self._ids(rollouts.prompts.examples[i // group], text) for i, text in enumerate(rollouts.texts)
+            self.renderer.answered(rollouts.prompts.examples[i // group], text)
+            for i, text in enumerate(rollouts.texts)
         ]
         result = np.full(len(rows), np.nan)
         short = [i for i, ids in enumerate(rows) if len(ids) <= self.args.max_tokens]
@@ -108,9 +114,3 @@ class RewardModel:
             spec = partial(put, mesh=self.mesh, spec=PartitionSpec(BATCH_AXES))
             result[chosen] = to_host(self._score(self.params, spec(tokens), spec(lengths)))[: len(chosen)]
         return result
-
-    def _ids(self, example: Mapping[str, Any], completion: str) -> list[int]:
-        if self.plain:
-            return self.tokenizer.encode_prompt(self.renderer.prompt(example).text + completion)
-        conversation = [*self.renderer.conversation(example), {"role": "assistant", "content": completion}]
-        return self.tokenizer.encode_chat(conversation, add_generation_prompt=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,21 +22,34 @@ import numpy as np
 
 from jaxrl import distributed
 from jaxrl.batch import Episode, Prompts, Row
+from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments import calls
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.environments.pool import EnvironmentPool
 
+logger = logging.getLogger("jaxrl")
+
 
 class MultiTurn:
     """What makes completions episodes: an environment, a chat template, and limits. Close it: it owns
-    processes. Only the first process has an environment; the others are told what it says."""
+    processes. Only the first process has an environment; the others are told what it says.
+
+    Raises:
+        ConfigError: the environment cannot be made, or the chat template does not show what it says.
+    """
 
     def __init__(
         self, config: EnvironmentConfig, renderer: Renderer, tokenizer: Tokenizer, on_error: Any = "abstain"
     ):
         self.config, self.renderer, self.tokenizer = config, renderer, tokenizer
+        try:
+            renderer.try_roles("user", "assistant", "tool")
+        except ConfigError as error:
+            if ":" not in str(config.name):  # those that are built in answer in this role, others may not
+                raise
+            logger.warning("observations that are text cannot be shown: %s", error)
         self.pool = EnvironmentPool(config, on_error) if distributed.is_first() else None
 
     def close(self) -> None:
@@ -178,7 +192,7 @@ class Episodes:
             arrived = [[i, dataclasses.asdict(outcome)] for i, outcome in found]
         for i, message in distributed.broadcast(arrived):
             self._open.remove(i)
-            yield i, self._answered(self._episodes[i], calls.outcome(message), self._limits[i])
+            yield i, self._answered(i, calls.outcome(message))
 
     def cancel(self) -> None:
         """Give up what the environment has been asked."""
@@ -208,7 +222,8 @@ class Episodes:
             ],
         }
 
-    def _answered(self, e: _Episode, outcome: calls.Outcome, limit: int) -> Turn | None:
+    def _answered(self, i: int, outcome: calls.Outcome) -> Turn | None:
+        e = self._episodes[i]
         e.seconds += outcome.seconds
         e.reward += outcome.reward
         e.metrics.update(outcome.metrics)
@@ -220,16 +235,17 @@ class Episodes:
         elif e.turns == self._parts.config.turns:
             e.stop_reason = "turns"
         else:
-            turn = self._following(e, outcome.messages, limit)
+            turn = self._following(i, outcome.messages)
             e.stop_reason = "" if turn else "length"
             return turn
         return None
 
-    def _following(self, e: _Episode, messages: Sequence[calls.Message], limit: int) -> Turn | None:
+    def _following(self, i: int, messages: Sequence[calls.Message]) -> Turn | None:
         """The turn after these messages; None when there is no room for one."""
+        e = self._episodes[i]
         config, tokenizer = self._parts.config, self._parts.tokenizer
         answers = [{**m, "content": tokenizer.cut(m["content"], config.observation_tokens)} for m in messages]
-        text = self._rendered(e, answers)
+        text = self._rendered(e, answers, self._prompts.examples[i // self._group_size])
         row, before = e.rows[-1], len(e.rows[-1])
         ids = row.ids
         new: list[int] | None = None
@@ -239,7 +255,7 @@ class Episodes:
         else:
             old, ids = ids, np.array(tokenizer.encode(text), np.int32)
             same = int(np.argmin([*(a == b for a, b in zip(old, ids, strict=False)), False]))
-        room = len(e.rows[0].prompt) + limit - len(ids)
+        room = len(e.rows[0].prompt) + self._limits[i] - len(ids)
         if room < 1:
             return None
         if new is not None:
@@ -257,7 +273,7 @@ class Episodes:
             limit=self.turn_limit(room),
         )
 
-    def _rendered(self, e: _Episode, answers: Sequence[calls.Message]) -> str:
+    def _rendered(self, e: _Episode, answers: Sequence[calls.Message], example: Any) -> str:
         """The text up to the next turn, with ``answers`` put behind the episode's messages.
 
         Some templates write a space before an assistant's content, others leave it to the content. The turn
@@ -267,7 +283,7 @@ class Episodes:
         contents = dict.fromkeys([turn["content"], e.written, e.written.removeprefix(" ")])
         for content in [*contents, turn["content"]]:
             e.messages = [*earlier, {**turn, "content": content}, *answers]
-            text = self._parts.renderer.following(e.messages, e.context)
+            text = self._parts.renderer.following(e.messages, e.context, example)
             if text.startswith(e.context):
                 break
         return text

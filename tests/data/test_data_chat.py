@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.data.chat import Renderer, fill
+from jaxrl.data.chat import Renderer
+from jaxrl.data.columns import fill
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -193,9 +194,9 @@ def test_a_generation_prompt_that_does_not_begin_the_answer_is_refused(tokenizer
 @pytest.mark.parametrize(
     ("talk", "said"),
     [
-        (None, "needed is a list of messages"),
-        ([], "needed is a list of messages"),
-        (["hello"], "needed is a list of messages"),
+        (None, "expected a list of messages"),
+        ([], "expected a list of messages"),
+        (["hello"], "expected a list of messages"),
         (TALK, "ends with the assistant's message"),
     ],
 )

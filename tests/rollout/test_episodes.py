@@ -245,7 +245,7 @@ def test_a_template_that_rewrites_history_splits_rows(kind, multi_turn, tmp_path
         last = rows[-1]
         if len(rows) == episode.turns > 1:  # every turn was rewritten
             seen = episode.messages[: 2 * episode.turns - 1]
-            rendered = parts.renderer.following(seen, "")
+            rendered = parts.renderer.following(seen, "", {})
             assert last.prompt.tolist() == TOKENIZER.encode(rendered)
             assert (last.loss_mask == 1).all()
     assert_trainer_agrees(model, out)

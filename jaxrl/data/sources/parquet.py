@@ -48,7 +48,10 @@ class ParquetRows:
         return self.table.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]
+        try:
+            return self.table.slice(index, 1).to_pylist(maps_as_pydicts="strict")[0]
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"row {index} has text that is not UTF-8: {error}", "path") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"files": self.files}  # a worker process opens the files itself
