@@ -43,13 +43,18 @@ class Environment:
 
     def reset(self, example: Mapping[str, Any]) -> Any:
         key = "environment.args.gold"
-        return columns.text(columns.value(example, self.gold, key), self.gold, key)
+        found = columns.value(example, self.gold, key)
+        nothing = found is None or found != found  # NaN
+        right = None if nothing else answer(columns.text(found, self.gold, key))
+        if right is None:
+            raise ValueError(f"column {self.gold!r} holds {found!r}; expected a whole number")
+        return right
 
     def step(self, messages: list[Message], state: Any) -> Step:
         text = messages[-1]["content"]
         results = [calculate(call) for call in calls_in(text)]
         if not results:
-            right = answer(text) == answer(state) is not None
+            right = answer(text) == state
             return Step(reward=float(right), done=True)
         errors = sum(result.startswith("error") for result in results)
         return Step(

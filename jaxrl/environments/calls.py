@@ -30,6 +30,8 @@ Message = Mapping[str, Any]
 
 _MACHINERY = {"calls", "config", "pool"}
 _DETAIL_CHARACTERS = 6000
+_METRICS = {"turns_mean", "rows_mean", "reward_mean", "errors", "out_of_turns_fraction", "seconds"}
+"""Metrics under ``environment/`` that are measured for every environment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,8 @@ def _checked(step: Any) -> Outcome:
         json.dumps(messages, ensure_ascii=False).encode()  # half of a surrogate pair has no tokens
     except (TypeError, ValueError, AttributeError) as error:
         raise _Unusable(f"reward, metrics, state or observation is not plain data: {error}") from None
+    if own := sorted(_METRICS & set(metrics)):
+        raise _Unusable(f"metrics {own} are the program's own; give them other names")
     if not math.isfinite(reward) or not all(map(math.isfinite, metrics.values())):
         raise _Unusable(f"reward {reward} and metrics {metrics} have to be finite")
     return Outcome(messages=messages, reward=reward, done=bool(step.done), state=state, metrics=metrics)

@@ -1,7 +1,8 @@
 """A reward function: how it is found, how it is called, and how its answer is checked.
 
-A reward is ``fn(prompts, completions, token_ids, **columns) -> list[float | None]``, one value a sample; None
-abstains. It is called with keyword arguments, and only with those its signature has:
+A reward is ``fn(prompts, completions, token_ids, **columns) -> list[float | None]``, one value a sample, in
+their order (a set or a dict is refused); None abstains. It is called with keyword arguments, and only with
+those its signature has:
 
 - ``prompts: list[str]``, ``completions: list[str]``, ``token_ids: list[list[int]]`` (completions as sampled),
 - each column of the dataset under its own name, one value a sample,
@@ -23,16 +24,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import numbers
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
 from jaxrl.data.columns import value
 
-_MACHINERY = {"calls", "config", "model", "numerals", "pool", "processes", "worker"}
+_MACHINERY = {"calls", "config", "model", "pool", "processes", "worker"} | {
+    "answer_forms", "dates", "final_answer", "numerals", "units",
+}  # fmt: skip
 _GIVEN = ("prompts", "completions", "token_ids", "columns")
 _DETAIL_CHARACTERS = 6000
 _ANSWER_CHARACTERS = 500
@@ -152,18 +156,57 @@ class Reward:
         return None if found is None else str(found)[:_ANSWER_CHARACTERS]
 
 
-def reference_column(name: str, columns: Mapping[str, Sequence[Any]], gold: str) -> Sequence[Any]:
-    """The column with the reference answers, for the built-ins that have an argument ``gold``."""
-    outer = gold.partition(".")[0]
-    if gold not in columns and outer in columns:
-        return [value({outer: found}, gold, "rewards.terms") for found in columns[outer]]
-    if gold not in columns:
+def reference_column(
+    name: str, columns: Mapping[str, Sequence[Any]], gold: str
+) -> list[str | list[str] | None]:
+    """The reference answers of column ``gold``, for the built-ins that have such an argument: text, or a list
+    of texts any of which will do; None where a row says nothing (null, NaN, empty, or a list of such).
+
+    A dotted name leads into structs: ``reward_model.ground_truth``.
+
+    Raises:
+        ConfigError: there is no such column, or its values are neither text nor numbers.
+    """
+    outer = gold if gold in columns else gold.partition(".")[0]
+    if outer not in columns:
         raise ConfigError(
             f"reward {name} needs a column {gold!r} with the reference answer; the data has "
             f"{sorted(columns)}; set args.gold to one of them",
             key="rewards.terms",
         )
-    return columns[gold]
+    return [_reference(name, value({outer: row}, gold, "rewards.terms"), gold) for row in columns[outer]]
+
+
+def _reference(name: str, found: Any, gold: str) -> str | list[str] | None:
+    if getattr(found, "ndim", 0):  # an array of numpy
+        found = found.tolist()
+    if isinstance(found, list | tuple):
+        return [text for item in found for text in _reference_texts(name, item, gold)] or None
+    texts = _reference_texts(name, found, gold)
+    return texts if len(texts) > 1 else next(iter(texts), None)
+
+
+def _reference_texts(name: str, found: Any, gold: str) -> list[str]:
+    """The spellings of one reference; none where it says nothing."""
+    if found is None or (isinstance(found, numbers.Number) and found != found):
+        return []
+    if isinstance(found, bool):
+        return [str(found), str(found).lower()]
+    if not (isinstance(found, str | numbers.Number) or hasattr(found, "isoformat")):
+        field = (
+            f"; name a part of it, such as {gold}.{next(iter(found))}"
+            if isinstance(found, Mapping) and found
+            else ""
+        )
+        raise ConfigError(
+            f"reward {name}: column {gold!r} holds {_shown(found)}; expected text or a number{field}",
+            key="rewards.terms",
+        )
+    text = str(found)
+    if isinstance(found, numbers.Real) and not isinstance(found, numbers.Rational):
+        # 0.1 + 0.2 is 0.3, and 5.0 is 5: a column of integers with nulls holds floats.
+        text = f"{float(found):.15g}" if isinstance(found, float) else text.removesuffix(".0")
+    return [text] if text.strip() else []
 
 
 def built_in_names() -> list[str]:
@@ -237,7 +280,10 @@ class _Unusable(Exception):
 def _checked(result: Any, count: int) -> tuple[list[float | None], list[tuple[int, str, str]]]:
     """The values as floats, and the places whose value is none."""
     try:
-        if isinstance(result, str | bytes | Mapping):
+        if isinstance(result, Set | Mapping):
+            text = f"returned {_shown(result)}, which has no order; expected a list, one value a sample"
+            raise _Unusable("type", text)
+        if isinstance(result, str | bytes):
             raise TypeError
         len(result)  # refuses generators, which may never end
         items = list(result)

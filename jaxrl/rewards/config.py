@@ -16,6 +16,8 @@ REWARD_MODEL = "reward_model"
 """The term that a model scores, on device; the training loop hands the pool its part."""
 ENVIRONMENT = "environment"
 """The term that the environment's steps give, summed over an episode; it too is handed to the pool."""
+_METRICS = frozenset({"mean", "std", "errors", "overlong_penalty"})
+"""Names under ``reward/`` that are not those of terms; every ``*_fraction`` is another."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,16 @@ class RewardTerm:
             yield (
                 "label",
                 f"{self.label!r}: must not contain '/', which separates the parts of a metric's name",
+            )
+        if (
+            self.title in _METRICS
+            or self.title.endswith("_fraction")
+            or (self.title == ENVIRONMENT and not self.is_environment)
+        ):
+            yield (
+                "label",
+                f"{self.title!r} is the name of a metric of the program's own (reward/{self.title}); "
+                "give the term another label",
             )
         if self.is_environment:
             if self.args:

@@ -15,14 +15,18 @@ def exact_match(
     gold: str = "answer",
     ignore_case: bool = False,
 ) -> list[float | None]:
-    """One value a sample; a row whose reference (column ``gold``) is None abstains."""
+    """One value a sample; a row whose reference (column ``gold``) is null, NaN or empty abstains.
+
+    Of a list of references any will do.
+    """
     values: list[float | None] = []
     for completion, wanted in zip(completions, reference_column("exact_match", columns, gold), strict=True):
         if wanted is None:
             values.append(None)
         else:
-            same = answer(completion, ignore_case) == answer(str(wanted), ignore_case)
-            values.append(float(same))
+            right = [wanted] if isinstance(wanted, str) else wanted
+            found = answer(completion, ignore_case)
+            values.append(float(found in [answer(text, ignore_case) for text in right]))
     return values
 
 

@@ -16,7 +16,7 @@ def format(
     tags: Sequence[str] | None = None,
     pattern: str | None = None,
 ) -> list[float]:
-    """One value a sample.
+    """One value a sample; an empty completion has no form.
 
     Args:
         tags: names such as [think, answer]: the completion is ``<think>...</think>`` and then
@@ -30,7 +30,10 @@ def format(
             float(_has_tags(_opened(p, tags[0]) + c, tags)) for p, c in zip(prompts, completions, strict=True)
         ]
     wanted = re.compile(_FINAL_LINE if pattern is None else pattern, re.MULTILINE)
-    return [float(wanted.search(completion) is not None) for completion in completions]
+    return [
+        float(bool(completion.strip()) and wanted.search(completion) is not None)
+        for completion in completions
+    ]
 
 
 def problems(args: Mapping[str, Any]) -> Iterable[str]:

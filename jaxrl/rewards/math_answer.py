@@ -1,10 +1,20 @@
 """``math_answer``: 1 when the final answer of a completion equals the reference, mathematically; else 0.
 
-The answer is what stands in the last ``\\boxed{...}``, ``<answer>...</answer>`` or after the last ``####``,
-whichever is later in the text; without any of them, what follows "answer is" or "answer:" (see ``fallback``).
-Earlier ones do not count, so listing candidates earns nothing. Plain numbers are compared exactly
-(``numerals.py``), everything else by math-verify, through its LaTeX parser: no text is evaluated as Python
-(the parser's number tokens, nothing but digits, go through sympy's reader).
+``final_answer.py`` says where the answer stands. Plain numbers are compared exactly (``numerals.py``), dates
+and times as such, words as text, lists part by part, everything else by math-verify, through its LaTeX
+parser: no text is evaluated as Python (the parser's number tokens, nothing but digits, go through sympy's
+reader).
+
+What only one side states is ignored: a unit, a base, the label of a choice or its value, a name (``x = 5``).
+What both state has to agree.
+
+Limits, all of which judge a right answer wrong:
+
+- Units are compared, not converted: ``1 km`` is not ``1000 m``, and ``$18`` is not ``$18 per day``.
+- Numbers in words (``five``), decimal commas and synonyms (``DNE``, ``no solution``) are not read.
+- ``100,200`` is one number, ``100, 200`` are two.
+- Capital letters side by side are a word: ``AB`` is not ``BA``.
+- Two ratios that look like times of day are times: ``10:20`` is not ``5:10``.
 
 Expressions that could take long (towers of powers, huge factorials, deep nesting, sums and integrals, long
 texts) are compared as text. The time limits of math-verify need the main thread, so they are off; the limit
@@ -19,22 +29,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl.rewards import numerals
+from jaxrl.rewards import answer_forms, dates, numerals, units
 from jaxrl.rewards.calls import reference_column
+from jaxrl.rewards.final_answer import FALLBACKS, extract, unmarked
 
-_FALLBACKS = ("phrase", "last_number", "none")
 _MAX_CHARACTERS = 400
 _MAX_DEPTH = 16
 _MAX_POWER = 10_000
 _MAX_POWER_DIGITS = 100_000
 _MAX_FACTORIAL = 1_000
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
-_PHRASE = re.compile(r"\banswers?\b[^\n.:=]{0,60}?(?:\bis\b|\bare\b|[:=])[\s*_:]*", re.IGNORECASE)
-_LATEX = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
-_LAST_NUMBER = re.compile(r"[+\-\u2212]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?")
+_MAX_PARTS = 8
+_MAX_UNLIKE_PARTS = 4
+_EXACT_DIGITS = 30
+_FLOAT_TOLERANCE = 1e-5
 
 
 def math_answer(
@@ -61,14 +69,14 @@ def answer(completion: str, fallback: str = "phrase") -> str | None:
     text = extract(completion, fallback)
     if text is None or len(text) > numerals.MAX_DIGITS:
         return text
-    text = numerals.clean(text)
+    text = _clean(text)
     number = numerals.read(text)
     return number.canonical() if number else _normal(text) or None
 
 
 def problems(args: Mapping[str, Any]) -> Iterable[str]:
-    if args.get("fallback", "phrase") not in _FALLBACKS:
-        yield f"fallback {args['fallback']!r}; needed is one of {list(_FALLBACKS)}"
+    if args.get("fallback", "phrase") not in FALLBACKS:
+        yield f"fallback {args['fallback']!r}; needed is one of {list(FALLBACKS)}"
     if not isinstance(args.get("gold", ""), str):
         yield f"gold {args['gold']!r}; needed is the name of a column"
 
@@ -82,18 +90,23 @@ def matches(gold: str, found: str) -> bool:
     """Whether two bare answers (LaTeX or plain) are equal."""
     if max(len(gold), len(found)) > numerals.MAX_DIGITS:
         return gold.strip() == found.strip()
-    gold, found = numerals.clean(gold), numerals.clean(found)
+    return _same(_clean(gold), _clean(found))
+
+
+def _same(gold: str, found: str) -> bool:
+    """``matches`` of clean texts. Each form decides, or leaves it to the next one."""
     if not gold or not found:
         return False
     if _normal(gold) == _normal(found):
         return True
-    if "=" not in gold:
-        found = _right_side(found)
-    elif "=" not in found:
-        gold = _right_side(gold)
     a, b = numerals.read(gold), numerals.read(found)
     if a and b:
         return numerals.equal(a, b)
+    if any(len(text) > _MAX_CHARACTERS or _depth(text) > _MAX_DEPTH for text in (gold, found)):
+        return False
+    for form in (_same_date, _same_base, _same_choice, _same_equation, _same_list, _same_words, _same_unit):
+        if (decided := form(gold, found)) is not None:
+            return decided
     if re.search(r"\d \d", gold + "|" + found):  # LaTeX would read "3 4" as 34
         return False
     gold, found = (n.latex() if n and not (n.percent or n.long) else s for n, s in ((a, gold), (b, found)))
@@ -102,93 +115,147 @@ def matches(gold: str, found: str) -> bool:
     return _verifier()(gold, found)
 
 
-def extract(completion: str, fallback: str = "phrase") -> str | None:
-    """The final answer as written, or None."""
-    places: list[tuple[int, Callable[[], str | None]]] = []
-    if (box := max(completion.rfind(r"\boxed"), completion.rfind(r"\fbox"))) >= 0:
-        places.append((box, lambda: _boxed(completion, box)))
-    if (mark := completion.rfind("####")) >= 0:
-        places.append((mark, lambda: completion[mark + 4 :].lstrip(" \t#").partition("\n")[0]))
-    if (tag := completion.rfind("<answer>")) >= 0:
-        places.append((tag, lambda: _tagged(completion[tag:])))
-    if places:
-        found = max(places)[1]()
-    elif fallback == "none":
-        found = None
-    else:
-        found = _after_phrase(completion)
-        if found is None and fallback == "last_number":
-            found = _last_number(completion)
-    found = found.strip() if found else ""
-    return found or None
+def _same_date(gold: str, found: str) -> bool | None:
+    return dates.equal(answer_forms.unwrapped(gold), answer_forms.unwrapped(found))
+
+
+def _same_base(gold: str, found: str) -> bool | None:
+    a, b = numerals.read_based(gold), numerals.read_based(found)
+    if a or b:
+        return numerals.equal_based(a, b, found if a else gold)
+    # math-verify would drop what stands under a digit.
+    return False if re.search(r"\d\)?\s*_", gold + "|" + found) else None
+
+
+def _same_choice(gold: str, found: str) -> bool | None:
+    a, b = answer_forms.choice(gold), answer_forms.choice(found)
+    if a and b:
+        return a.label == b.label and (not a.value or not b.value or matches(a.value, b.value))
+    if a and a.value:
+        return matches(a.value, found)
+    return matches(gold, b.value) if b and b.value else None
+
+
+def _same_equation(gold: str, found: str) -> bool | None:
+    a, b = answer_forms.equation(gold), answer_forms.equation(found)
+    if not (a or b):
+        return None
+    if any(e and len(e.values) > _MAX_PARTS for e in (a, b)):
+        return False
+    if len(answer_forms.elements(gold)) > 1 or len(answer_forms.elements(found)) > 1:
+        return None
+    one, other = _value(a, gold), _value(b, found)
+    if one is not None and other is not None and (not a or not b or _normal(a.name) == _normal(b.name)):
+        return _same(one, other)
+    # Of two equations with variables one may be the other rearranged.
+    return None if a and b and re.search("[a-zA-Z]", gold + found) else False
+
+
+def _value(equation: answer_forms.Equation | None, text: str) -> str | None:
+    """The one value that an equation states; None where it states none, or several."""
+    if equation is None:
+        return text
+    *others, last = map(_clean, equation.values)
+    return last if all(_same(last, other) for other in others) else None
+
+
+def _same_list(gold: str, found: str) -> bool | None:
+    a, b = ([t] if numerals.read(t) else answer_forms.elements(t) for t in (gold, found))
+    one, other = answer_forms.enclosed(gold), answer_forms.enclosed(found)
+    if one and other and one[0] == other[0] and min(len(one[1]), len(other[1])) > 1:
+        if "{" not in one[0]:
+            return _in_order(one[1], other[1])
+        return _in_any_order(one[1], other[1]) or None
+    if max(len(a), len(b)) < 2:
+        return None
+    for inside, outside in ((one, b), (other, a)):
+        if inside and len(inside[1]) == len(outside) > 1:
+            return (_in_any_order if "{" in inside[0] else _in_order)(inside[1], outside)
+    if len(a) == len(b):
+        return _in_any_order(a, b)
+    relation = re.search(r"[<>]|\\(?:leq?|geq?|in|cup|infty)(?![a-zA-Z])", gold + found)
+    return None if relation else False
+
+
+def _in_order(gold: list[str], found: list[str]) -> bool:
+    return len(gold) == len(found) and all(map(matches, gold, found))
+
+
+def _in_any_order(gold: list[str], found: list[str]) -> bool | None:
+    """Whether each part has a partner of its own; None for lists too long to try it."""
+    left = list(found)
+    rest = []
+    for part in gold:
+        same = next((i for i, other in enumerate(left) if _plainly_same(part, other)), None)
+        if same is None:
+            rest.append(part)
+        else:
+            del left[same]
+    if len(rest) != len(left):
+        return False
+    if len(rest) > _MAX_UNLIKE_PARTS:
+        return None
+    for part in rest:
+        same = next((i for i, other in enumerate(left) if matches(part, other)), None)
+        if same is None:
+            return False
+        del left[same]
+    return True
+
+
+def _plainly_same(gold: str, found: str) -> bool:
+    a, b = numerals.read(_clean(gold)), numerals.read(_clean(found))
+    return numerals.equal(a, b) if a and b else _normal(gold) == _normal(found)
+
+
+def _same_words(gold: str, found: str) -> bool | None:
+    """Letters are no factors of a word: what is words only equals only itself, which is settled before."""
+    if answer_forms.is_phrase(gold) or answer_forms.is_phrase(found):
+        return False
+    return None
+
+
+def _same_unit(gold: str, found: str) -> bool | None:
+    (a, unit), (b, other) = (
+        (text, n.unit) if (n := numerals.read(text)) else units.split(text) for text in (gold, found)
+    )
+    if not unit.agrees(other):
+        return False
+    if (a, b) != (gold, found):
+        return _same(a.strip(), b.strip())
+    return None if answer_forms.words(a) == answer_forms.words(b) else False
 
 
 def _score(completion: str, gold: Any, fallback: str) -> float | None:
-    if gold is None:
+    golds = [text for g in (gold if isinstance(gold, list) else [gold]) if (text := _reference(g))]
+    if not golds:
         return None
     found = extract(completion, fallback)
-    if found is None:
-        return 0.0
-    golds = gold if isinstance(gold, list | tuple) else [gold]
-    return float(any(matches(_reference(str(g)), found) for g in golds))
+    return float(found is not None and any(matches(g, found) for g in golds))
 
 
-def _reference(gold: str) -> str:
-    """The answer in a reference column, which may hold a whole solution."""
-    return (extract(gold, "none") or "") if "####" in gold or r"\boxed" in gold or r"\fbox" in gold else gold
-
-
-def _boxed(text: str, start: int) -> str | None:
-    match = _BOX.match(text, start)
-    if match is None or match.end() == len(text):
+def _reference(gold: str | None) -> str | None:
+    """The answer in a reference, which may be a whole solution; None where it says nothing."""
+    if gold is None:
         return None
-    if text[match.end()] != "{":  # \boxed 5
-        return re.split(r"[\s$]", text[match.end() :], maxsplit=1)[0]
-    depth = 0
-    for i in range(match.end(), len(text)):
-        if text[i] in "{}" and text[i - 1] != "\\":
-            depth += 1 if text[i] == "{" else -1
-            if depth == 0:
-                return text[match.end() + 1 : i]
-    return None  # cut off
+    if "####" in gold or r"\boxed" in gold or r"\fbox" in gold:
+        gold = extract(gold, "none") or ""
+    clean = _clean(gold) if len(gold) <= numerals.MAX_DIGITS else gold.strip()
+    return None if clean.casefold() in ("", "nan", "null", "<na>") else gold
 
 
-def _tagged(text: str) -> str | None:
-    match = _TAG.match(text)
-    inner = match[1] if match else ""
-    return _after_phrase(inner) or inner
-
-
-def _after_phrase(text: str) -> str | None:
-    ends = [match.end() for match in _PHRASE.finditer(text)]
-    if not ends:
-        return None
-    line = text[ends[-1] :].partition("\n")[0]
-    if latex := _LATEX.match(text, ends[-1]):
-        return next(group for group in latex.groups() if group is not None)
-    end = _SENTENCE_END.search(line)
-    return (line[: end.start()] if end else line).strip("*_` ")
-
-
-def _last_number(text: str) -> str | None:
-    found = _LAST_NUMBER.findall(text)
-    return found[-1] if found else None
-
-
-def _right_side(text: str) -> str:
-    """``5`` of ``x = 5`` or ``f(x) = 5``: the answer without the name that it is given."""
-    name, sign, value = text.partition("=")
-    return (
-        value.strip()
-        if sign and re.fullmatch(r"\\?[A-Za-z]\w*(?:_\{?\w+\}?)?(?:\([a-zA-Z]\))?\s*", name)
-        else text
-    )
+def _clean(text: str) -> str:
+    for _ in range(2):  # marks can stand inside of brackets, and the other way round
+        text = numerals.clean(unmarked(text))
+    return text
 
 
 def _normal(text: str) -> str:
     """A text without what does not change its meaning: spaces, kinds of fractions, case of words."""
-    text = re.sub(r"(?<!\\)\\[,;:! ]|(?<!\d) +| +(?!\d)", "", text)
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
+    text = re.sub(r"(?<!\\)\\[,;:! ]|(?<![\d,]) +| +(?!\d)", "", text)
+    text = re.sub(r"\\[dtc]frac", r"\\frac", text).replace(r"\varnothing", r"\emptyset")
+    if answer_forms.is_phrase(text):
+        return re.sub(r"\s", "", answer_forms.unwrapped(text)).casefold()
     bare = numerals.peel(text, "()")
     return bare.casefold() if bare.isalpha() and (len(bare) > 1 or bare != text) else text
 
@@ -251,8 +318,13 @@ def _depth(text: str) -> int:
 
 @functools.cache
 def _verifier() -> Callable[[str, str], bool]:
-    """math-verify as a comparison of two bare LaTeX answers, without its timers and their warning."""
+    """math-verify as a comparison of two bare LaTeX answers, without its timers and their warning.
+
+    It takes numbers for equal whose difference is below 1e-15, or 1e-6 where one is a decimal. That is
+    checked again, relative to their size.
+    """
     import math_verify
+    import sympy
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -262,7 +334,21 @@ def _verifier() -> Callable[[str, str], bool]:
         boxed = f"\\boxed{{{text}}}"
         return math_verify.parse(boxed, targets, fallback_mode="no_fallback", parsing_timeout=None)
 
+    def near(a: Any, b: Any) -> bool:
+        if not all(isinstance(x, sympy.Expr) and not x.has(sympy.UnevaluatedExpr) for x in (a, b)):
+            return True
+        symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+        values = {symbol: sympy.Rational(7 + 2 * n, 5) for n, symbol in enumerate(symbols)}
+        digits = _EXACT_DIGITS
+        x, y, difference = (sympy.N(e.subs(values), digits) for e in (a, b, a - b))
+        if not all(e.is_number and e.is_finite for e in (x, y, difference)):
+            return True
+        exact = not (a.has(sympy.Float) or b.has(sympy.Float))
+        relative = 10.0 ** (5 - digits) if exact else _FLOAT_TOLERANCE
+        return bool(abs(difference) <= max(abs(x), abs(y)) * relative + 10.0**-100)
+
     def compare(gold: str, found: str) -> bool:
-        return bool(math_verify.verify(parse(gold), parse(found), timeout_seconds=None))
+        a, b = parse(gold), parse(found)
+        return bool(math_verify.verify(a, b, timeout_seconds=None)) and (not a or not b or near(a[0], b[0]))
 
     return compare

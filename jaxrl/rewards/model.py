@@ -112,5 +112,7 @@ class RewardModel:
             for row, i in enumerate(chosen):
                 tokens[row, : len(rows[i])] = rows[i]
             spec = partial(put, mesh=self.mesh, spec=PartitionSpec(BATCH_AXES))
-            result[chosen] = to_host(self._score(self.params, spec(tokens), spec(lengths)))[: len(chosen)]
+            found = to_host(self._score(self.params, spec(tokens), spec(lengths)))[: len(chosen)]
+            # NaN would mean that it abstained; what is infinite counts as a failure.
+            result[chosen] = np.where(np.isnan(found), np.inf, found)
         return result

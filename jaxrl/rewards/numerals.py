@@ -3,7 +3,7 @@
 Reads integers, decimals, thousands separators (``1,234``, ``1{,}234``, ``1\\,234``), fractions (``3/4``,
 ``\\frac34``), mixed numbers (``3 1/2``, ``2\\frac{3}{4}``), powers of ten (``1.5e3``, ``1.5 \\times 10^3``),
 percent and currency signs, units after the number, and words of scale (``5 million``). Anything else
-(``2\\pi``, ``3x``, ``2^{10}``, lists) is not a plain number.
+(``2\\pi``, ``3x``, ``2^{10}``, lists) is not a plain number. ``read_based`` reads ``1010_2``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import re
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+
+from jaxrl.rewards import units
 
 MAX_DIGITS = 20_000
 _MAX_EXPONENT = 2_000
@@ -33,11 +35,10 @@ _SPACING = re.compile(
     r"\\(?:left|right|displaystyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])|(?<!\\)\\[!;:> ]|~|\\q?quad(?![a-zA-Z])"
 )
 
-_CURRENCY = r"(?:US\s?)?(?:\$|[€£¥₹₽₩₫฿₺])|(?:USD|EUR|GBP|Rs\.?)(?![a-zA-Z])"
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _EXPONENT = r"10\s*\^\s*(?:\{\s*(?P<e1>[+-]?\s*\d+)\s*\}|(?P<e2>\d))"
 _NUMBER = re.compile(
-    rf"(?P<sign>[+-]?)\s*(?:{_CURRENCY})?\s*(?P<sign2>-?)\s*(?:"
+    rf"(?P<sign>[+-]?)\s*(?P<currency>{units.CURRENCY})?\s*(?P<sign2>-?)\s*(?:"
     rf"(?P<mantissa>{_DECIMAL})\s*(?:\\times|\\cdot|\*|[xX])\s*{_EXPONENT}"
     rf"|10\s*\^\s*(?:\{{\s*(?P<e3>[+-]?\s*\d+)\s*\}}|(?P<e4>\d))"
     rf"|(?P<short>{_DECIMAL})[eE](?P<e5>[+-]?\d+)"
@@ -54,17 +55,13 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# A unit in \text{...}; a degree sign; a word of three letters or more after a space; a well-known short unit.
-# One or two letters after a number are a product of variables as often as a unit, so they stay in place.
-_SHORT_UNITS = "km/h|m/s|cm|mm|km|kg|mg|ml|mL|kL|lbs?|oz|ft|yd|mi|mph|kph|hrs?|min|sec"
-_UNIT = re.compile(
-    r"\s*(?:"
-    r"\\(?:text|textrm|mathrm|textit|textbf|mathbf|mbox|operatorname)\s*\{[^{}\d]*\}"
-    r"|\^\s*\{?\s*\\circ\s*\}?\s*[CF]?|\\degrees?(?![a-zA-Z])"
-    rf"|(?:{_SHORT_UNITS})(?![a-zA-Z])"
-    r"|(?<=\s)(?!(?:and|or|pi|sqrt|inf|times|mod)(?![a-zA-Z]))[A-Za-z]{3,}(?:[-/][A-Za-z]+)*"
-    rf"|(?:{_CURRENCY})"
-    r")(?:\s*\^\s*(?:\{\s*[23]\s*\}|[23]))?"
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES |= {"twelve": 12, "sixteen": 16}
+_BASED = re.compile(
+    r"[({]?\s*(?P<digits>\d[0-9A-Za-z]{0,999})\s*[)}]?\s*(?:"
+    rf"_\s*\{{?\s*(?:{units.TEXT}\s*)?(?P<base>\d\d?|{'|'.join(_BASES)})\s*\}}?\s*\}}?"
+    rf"|\(?(?:in )?base[ -](?P<base2>\d\d?|{'|'.join(_BASES)})\)?)",
+    re.IGNORECASE,
 )
 
 
@@ -77,6 +74,7 @@ class Numeral:
     percent: bool
     decimals: int | None
     """Digits after the point of a plain decimal; None for a fraction."""
+    unit: units.Unit
 
     @property
     def long(self) -> bool:
@@ -99,8 +97,17 @@ def clean(text: str) -> str:
     text = text.translate(_CHARACTERS).replace(r"\$", "$")
     text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
     for _ in range(4):  # what ends the whole can stand inside of what encloses it, and the other way round
-        text = peel(text.strip().strip("$").rstrip(" .,;:"))
+        text = peel(_without_dollars(text.strip()).rstrip(" .,;:"))
     return text
+
+
+def _without_dollars(text: str) -> str:
+    """The text without the signs of LaTeX around it; one before a number is a currency."""
+    if text[:2] in (r"\(", r"\[") and text[-2:] in (r"\)", r"\]"):
+        text = text[2:-2].strip()
+    while len(text) > 1 and text[0] == text[-1] == "$":
+        text = text[1:-1].strip()
+    return text if re.match(r"\$\s*-?[\d.]", text) else text.removeprefix("$")
 
 
 def read(text: str) -> Numeral | None:
@@ -118,8 +125,8 @@ def read(text: str) -> Numeral | None:
     match = _NUMBER.match(text.strip())
     if match is None:
         return None
-    percent, scale, rest = _suffixes(text.strip()[match.end() :])
-    if rest:
+    percent, scale, unit = _suffixes(text.strip()[match.end() :], match["currency"] or "")
+    if unit is None:
         return None
     try:
         value, decimals = _value(match)
@@ -129,7 +136,10 @@ def read(text: str) -> Numeral | None:
         value = -value
     value *= 10**scale
     return Numeral(
-        value=value / 100 if percent else value, percent=percent, decimals=None if scale else decimals
+        value=value / 100 if percent else value,
+        percent=percent,
+        decimals=None if scale else decimals,
+        unit=unit,
     )
 
 
@@ -138,7 +148,10 @@ def equal(a: Numeral, b: Numeral) -> bool:
 
     Values are compared exactly, with two allowances: where one has a percent sign and the other has none, 25%
     matches both 0.25 and 25; and a decimal of at least 6 places matches the fraction it is the rounding of.
+    Units of both have to agree (``units.py``).
     """
+    if not a.unit.agrees(b.unit) or (a.percent and b.unit) or (b.percent and a.unit):
+        return False
     if a.value == b.value or (a.percent != b.percent and _shown(a) == _shown(b)):
         return True
     return _is_rounding(a, b) or _is_rounding(b, a)
@@ -184,19 +197,41 @@ def _decimal(text: str) -> Fraction:
     return Fraction(Decimal(re.sub("[, ]", "", text)))
 
 
-def _suffixes(text: str) -> tuple[bool, int, str]:
-    """(percent, power of ten, what is left) of the text after a number."""
+def _suffixes(text: str, currency: str) -> tuple[bool, int, units.Unit | None]:
+    """(percent, power of ten, unit) of the text after a number; the unit is None where it is no unit."""
     scale = 0
     if match := _SCALE.match(text):
         scale, text = _SCALES[match[1].lower()], text[match.end() :]
     if match := _PERCENT.match(text):
-        return True, scale, text[match.end() :].strip(" .")
-    for _ in range(8):
-        match = _UNIT.match(text)
-        if match is None or match.end() == 0:
-            break
-        text = text[match.end() :]
-    return False, scale, text.strip(" .")
+        return True, scale, None if text[match.end() :].strip(" .") else units.Unit()
+    return False, scale, units.read(text.rstrip(" ."), currency)
+
+
+def read_based(text: str) -> tuple[str, int] | None:
+    """(digits, base) of ``1010_2``, ``(2A)_{16}`` or ``1010 base 2``; None where it is no such number.
+
+    The first of the digits has to be 0 to 9: ``A_{12}`` is an entry of a matrix.
+    """
+    match = _BASED.fullmatch(text)
+    if match is None:
+        return None
+    digits, base = match["digits"].lower().lstrip("0") or "0", (match["base"] or match["base2"]).lower()
+    number = _BASES.get(base) or int(base)
+    if not 2 <= number <= 36 or any(int(d, 36) >= number for d in digits):
+        return None
+    return digits, number
+
+
+def equal_based(a: tuple[str, int] | None, b: tuple[str, int] | None, text: str) -> bool:
+    """Whether two answers, of which one or both have a base, are equal; ``text`` is that of the one without.
+
+    A base on one side only is ignored: the digits have to be the same.
+    """
+    if a and b:
+        return a[0] == b[0] if a[1] == b[1] else int(a[0], a[1]) == int(b[0], b[1])
+    with_base = a or b
+    plain = re.sub(r"[\s,]", "", peel(text, "()")).lower().lstrip("0") or "0"
+    return with_base is not None and with_base[0] == plain
 
 
 def peel(text: str, pair: str = "{}") -> str:

@@ -100,6 +100,7 @@ class RewardPool:
             reward.built_in if term.per_sample is None else term.per_sample
             for term, reward in zip(self._functions, rewards, strict=True)
         ]
+        self._built_in = [reward.built_in for reward in rewards]
         in_processes = config.workers > 0 and bool(self._functions)
         self._executor: Executor = (
             Processes(setup, config.workers, config.pool) if in_processes else Here(setup)
@@ -139,6 +140,9 @@ class RewardPool:
                 self._run(rows, batch)
         for row, kind in (failed or {}).items():
             batch.lose(row, kind)
+        for term, count in batch.abstained.items():
+            if count and self._built_in[term]:  # a user's function has its reasons
+                self._report_abstained(term, count, len(rows))
         return batch.scores()
 
     @property
@@ -220,6 +224,18 @@ class RewardPool:
             self._reported.add((title, kind))
             log.warning("reward %r failed (%s; more of this kind are only counted): %s", title, kind, detail)
 
+    def _report_abstained(self, term: int, count: int, size: int) -> None:
+        title = self._functions[term].title
+        if (title, "abstained") not in self._reported:
+            self._reported.add((title, "abstained"))
+            log.warning(
+                "reward %r abstained on %d of %d samples, and is not reported again: their "
+                "reference is null, NaN, empty or holds no answer",
+                title,
+                count,
+                size,
+            )
+
 
 class _Batch:
     """The table of one ``score``."""
@@ -230,6 +246,7 @@ class _Batch:
         self.size = size
         self.parts = {term.title: np.full(size, np.nan) for term in config.terms}
         self.errors: Counter[str] = Counter()
+        self.abstained: Counter[int] = Counter()
         self.failed: dict[int, set[int]] = {term: set() for term in range(len(functions))}
         self.answers: list[str | None] = [None] * size
 
@@ -249,9 +266,11 @@ class _Batch:
 
     def record(self, term: int, rows: list[int], outcome: calls.Outcome) -> None:
         part = self.parts[self._functions[term].title]
+        bad = {i for i, _, _ in outcome.bad}
         for i, row in enumerate(rows):
             value = outcome.values[i]
             part[row] = np.nan if value is None else value
+            self.abstained[term] += value is None and i not in bad
             if outcome.answers:
                 self.answers[row] = outcome.answers[i]
 

@@ -51,6 +51,12 @@ def test_calls_in_two_notations():
     assert calls_in("the answer is 6") == []
 
 
+@pytest.mark.parametrize("nothing", [None, float("nan"), "", "none"])
+def test_a_row_without_an_answer_fails_rather_than_teach(nothing):
+    with pytest.raises(ValueError, match=r"'gold' holds .* expected a whole number"):
+        Environment().reset({"gold": nothing})
+
+
 def test_an_episode():
     environment = Environment()
     state = environment.reset({"gold": "42", "question": "6*7="})

@@ -46,6 +46,8 @@ def test_reset_comes_before_the_first_step_only():
         Step(observation=[{"role": "tool"}]),
         Step(observation=3),
         Step(metrics={"a": float("nan")}),
+        Step(metrics={"turns_mean": 1.0}),  # environment/turns_mean is measured for every environment
+        Step(metrics={"errors": 1.0}),
     ],
 )
 def test_what_cannot_be_used_fails_the_call(step):

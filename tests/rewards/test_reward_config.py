@@ -1,9 +1,11 @@
 """What the rewards section refuses, and what it accepts."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+import jaxrl
 from jaxrl.config import ConfigError, UserCodeError, load
 from jaxrl.rewards import RewardsConfig
 
@@ -42,6 +44,10 @@ def refused(*overrides):
         ("[{name: length, args: {target: 9}, weight: .nan}]", "terms.0.weight", ["finite"]),
         ("[{name: length, args: {target: 9}, weight: 0}]", "terms.0.weight", ["other than 0"]),
         ("[{name: format, label: a/b}]", "terms.0.label", ["'/'"]),
+        ("[{name: format, label: mean}]", "terms.0.label", ["reward/mean", "another label"]),
+        ("[{name: format, label: zero_spread_fraction}]", "terms.0.label", ["another label"]),
+        ("[{name: format, label: environment}]", "terms.0.label", ["another label"]),
+        (f"[{{name: '{USER}:mean'}}]", "terms.0.label", ["reward/mean", "another label"]),
         ("[{name: format}, {name: format, args: {tags: [a]}}]", "terms", ["2 terms", "label"]),
         ("[{name: reward_model}]", "terms.0.args.path", ["not given", "folder"]),
         ("[{name: reward_model, args: {path: x, max_token: 9}}]", "terms.0.args.max_token", ["max_tokens"]),
@@ -95,6 +101,15 @@ def test_good_settings():
     ]
     assert config.task == "math_answer"
     assert [term.title for term in config.given_terms] == ["reward_model"]
+
+
+def test_no_label_takes_the_place_of_a_metric():
+    """Every metric ``reward/...`` that the program itself writes, found in its text."""
+    files = Path(jaxrl.__file__).parent.rglob("*.py")
+    own = {name for file in files for name in re.findall(r'"reward/(\w+)"', file.read_text())}
+    assert {"mean", "std", "errors", "abstained_fraction", "overlong_penalty"} <= own
+    for name in own:
+        assert list(refused(f"terms=[{{name: format, label: {name}}}]")) == ["terms.0.label"]
 
 
 def test_a_user_module_that_raises_is_user_code(tmp_path):

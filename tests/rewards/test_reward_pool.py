@@ -57,6 +57,7 @@ def test_bad_samples_cost_one_sample_each(rough):
     completions = [
         "fine", "hang", "fine", "raise", "exit", "fine", "segfault", "nan", "none",
         "text", "wrong count", "no list", "bool", "infinite", "system exit", "a dict", "fine",
+        "a set", "a frozenset", "keys", "a generator",
     ]  # fmt: skip
     scores = score(rough, completions)
     judged = {"fine": 4.0, "bool": 1.0}
@@ -67,7 +68,7 @@ def test_bad_samples_cost_one_sample_each(rough):
         "bad/exception": 2,
         "bad/crash": 2,
         "bad/nan": 2,
-        "bad/type": 3,
+        "bad/type": 7,
         "bad/count": 1,
     }
 
@@ -172,6 +173,35 @@ def test_a_function_that_never_works_is_given_up():
     assert np.isnan(scores.parts["broken"]).all()
     np.testing.assert_array_equal(scores.rewards, [1.0] * 100)
     assert scores.errors == {"broken/batch_exception": 1, "broken/exception": 100}
+
+
+def test_values_without_an_order_are_refused(caplog):
+    """Also where their number is right by chance: which value is whose cannot be known."""
+    with (
+        RewardPool(config(term("user:as_a_set"), workers=0)) as pool,
+        caplog.at_level(logging.WARNING, "jaxrl"),
+    ):
+        scores = score(pool, ["a", "bb", "ccc"])
+    assert np.isnan(scores.rewards).all()
+    assert scores.errors == {"as_a_set/batch_type": 1, "as_a_set/type": 3}
+    assert "has no order; expected a list" in caplog.text
+    with RewardPool(config(term("user:as_a_set"), workers=0, on_error="stop")) as pool:
+        with pytest.raises(UserCodeError, match=r"as_a_set.*no order"):
+            score(pool, ["a", "bb"])
+
+
+def test_references_that_say_nothing_are_told_once(caplog):
+    with (
+        RewardPool(config(term("math_answer"), workers=0)) as pool,
+        caplog.at_level(logging.WARNING, "jaxrl"),
+    ):
+        for _ in range(2):
+            scores = score(pool, ["#### 5"] * 4, {"answer": ["5", None, "", float("nan")]})
+    np.testing.assert_array_equal(scores.rewards, [1.0, np.nan, np.nan, np.nan])
+    assert scores.errors == {}
+    assert [r.getMessage().partition(" samples")[0] for r in caplog.records] == [
+        "reward 'math_answer' abstained on 3 of 4"
+    ]
 
 
 def test_weighted_sum_over_the_terms_that_did_not_abstain():
@@ -280,7 +310,7 @@ def test_processes_and_in_process_agree_on_tricky_text():
         np.testing.assert_array_equal(here.parts[name], there.parts[name])
     assert here.answers == there.answers
     assert here.errors == there.errors == {}
-    np.testing.assert_array_equal(there.parts["exact_match"], [1.0] * 6 + [0.0])
+    np.testing.assert_array_equal(there.parts["exact_match"], [1.0, 1.0, np.nan, 1.0, 1.0, 1.0, 0.0])
     np.testing.assert_array_equal(there.parts["count"], [len(t) for t in texts])
 
 

@@ -30,6 +30,10 @@ def misbehave(completions):
         "wrong count": [1.0, 2.0],
         "no list": 1.0,
         "a dict": {0: 1.0},
+        "a set": {1.0},
+        "a frozenset": frozenset([1.0]),
+        "keys": {1.0: 0}.keys(),
+        "a generator": (v for v in [1.0]),
         "bool": [True],
     }
     return special.get(what, [float(len(what))])
@@ -44,6 +48,15 @@ def whole_batch(completions, mode="good"):
     if mode == "always raise":
         raise RuntimeError("never works")
     return [float(len(completions))] * len(completions)
+
+
+def as_a_set(completions):
+    """Loses values that are equal, and the order of the others."""
+    return {float(len(c)) for c in completions}
+
+
+def mean(completions):
+    return [3.0] * len(completions)
 
 
 def with_columns(prompts, completions, token_ids, level, difficulty=1.0):
