@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxrl import ends
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError
@@ -68,6 +70,20 @@ class Assembly:
     model: Model
     folder: Path | None
     """Hugging Face folder the model comes from; None for a model from scratch."""
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Rows to prompts, by the chat template."""
+        return Renderer(self.config.data, self.tokenizer)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion; see ``ends.stop_ids``."""
+        if isinstance(self.tokenizer, Tokenizer):
+            return ends.stop_ids(self.config, self.renderer)
+        # Planning knows no more than these of a tokenizer.
+        rollout = self.config.rollout
+        return () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
 
     @property
     def rollout_mesh(self) -> Mesh:
@@ -122,7 +138,6 @@ class Assembly:
         prompts = config.data.prompts_per_step
         group = config.eval.samples if config.algo.supervised else rollout.group_size
         slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
-        stop_ids = () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
         mesh = self.rollout_mesh
         return Engine(
             dataclasses.replace(self.model, mesh=_layout_mesh(mesh)),
@@ -133,7 +148,7 @@ class Assembly:
             max_new_tokens=config.max_new_tokens,
             prefill_chunk_tokens=rollout.prefill_chunk_tokens,
             steps_per_dispatch=rollout.steps_per_dispatch,
-            stop_ids=stop_ids,
+            stop_ids=self.stop_ids,
             vocab_limit=self.vocab_limit,
             filters=config.eval.enabled and config.eval_sampling.filtered,
             cache_dtype=jnp.dtype(rollout.kv_cache_dtype or config.model.compute_dtype),
@@ -149,8 +164,7 @@ class Assembly:
         config = self.config
         if config.environment.name is None:
             return None
-        renderer = Renderer(config.data, self.tokenizer)
-        parts = MultiTurn(config.environment, renderer, self.tokenizer, config.rewards.on_error)
+        parts = MultiTurn(config.environment, self.renderer, self.tokenizer, config.rewards.on_error)
         stack.callback(parts.close)
         return parts
 
@@ -214,7 +228,7 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     source = config.model
     folder = hf.resolve(source.path, weights=weights) if source.path else None
-    tokenizer = load_tokenizer(source.tokenizer or str(folder))
+    tokenizer = load_tokenizer(source.tokenizer or str(folder), model=folder)
     if folder is not None:
         model_config = hf.load_config(folder)
     else:
@@ -245,6 +259,8 @@ def join(
     model.specs(mesh)
     if config.samples_completions:
         model.specs(parts.rollout_mesh, view="rollout")
+    if isinstance(tokenizer, Tokenizer):
+        ends.check(config, parts.renderer, parts.vocab_limit)
     parts.batch_shape  # noqa: B018
     return parts
 

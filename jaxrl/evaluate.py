@@ -77,6 +77,7 @@ def evaluate(
         key=step_key(config.seed, EVAL_STREAM),
         tokenizer=parts.tokenizer,
         stop=config.rollout.stop,
+        keep_special=config.rollout.keep_special_tokens,
         policy_version=policy_version,
         progress=report,
         multi_turn=multi_turn,

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from jaxrl import distributed
 from jaxrl.config import ConfigError, run_cli
+from jaxrl.data.chat import Renderer
+from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import Model, hf
 from jaxrl.models.config import DTYPES
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     distributed.start()
     folder = hf.resolve(given.model)
     tokenizer = load_tokenizer(str(folder), "--model")
+    template = "auto" if tokenizer.has_chat_template else "none"
     mesh = make_mesh(MeshConfig(tensor=given.tensor))
     model = Model(hf.load_config(folder), compute_dtype=given.dtype, mesh=mesh if mesh.size > 1 else None)
     refresh = make_refresh(model, mesh, jnp.dtype(given.dtype))
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         max_prompt_tokens=given.max_prompt_tokens,
         max_new_tokens=given.max_new_tokens,
         steps_per_dispatch=1,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=Renderer(DataConfig(chat_template=template), tokenizer).stop_ids,
         vocab_limit=min(tokenizer.vocab_size, model.config.vocab_size),
         cache_dtype=jnp.dtype(given.dtype),
     )

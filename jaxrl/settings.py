@@ -282,6 +282,11 @@ class RunConfig:
                 ["batch.share_prompts"],
                 "no prompt has several completions to share it",
             ),
+            (
+                self.rollout.ignore_eos,
+                ["rollout.stop_token_ids"],
+                "rollout.ignore_eos is true: completions are sampled on after stop ids",
+            ),
             (self.optim.schedule == "constant", ["optim.final_fraction"], schedule),
             (
                 not self.checkpoint.keep_best,

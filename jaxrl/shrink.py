@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl import hub
 from jaxrl.config import to_dict
+from jaxrl.data.tokenizer import listed_eos_ids
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.models import ModelConfig, hf
 from jaxrl.models.checkpoint_files import write_tensors
@@ -77,6 +78,8 @@ def write_random(
         architecture = written["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
         written |= {"architectures": [architecture], "num_labels": 1}
         wanted.append(Tensor(name="score.weight", shape=(1, config.hidden_size), path=("score",)))
+    if side_files and (eos := listed_eos_ids(side_files, "model.path")):
+        written |= {"eos_token_id": list(eos)}
     generator = np.random.default_rng(0)
 
     def values(t: Tensor) -> np.ndarray:

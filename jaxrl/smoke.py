@@ -32,12 +32,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import shrink
+from jaxrl import ends, shrink
 from jaxrl.assembly import Assembly, assemble
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, UserCodeError, run_cli, to_yaml
 from jaxrl.data import columns
-from jaxrl.data.chat import Renderer
 from jaxrl.data.pipeline import Examples, prompt_examples
 from jaxrl.environments import calls as environment_calls
 from jaxrl.environments.pool import EnvironmentPool
@@ -241,6 +240,7 @@ def _describe_model(parts: Assembly, small: Any) -> list[str]:
         f"{real.family}: {real.num_layers} -> {small.num_layers} layers, width {real.hidden_size} -> "
         f"{small.hidden_size}{experts}; tokenizer of {parts.tokenizer.vocab_size} ids",
         f"mesh: {sizes}",
+        f"completions end with {ends.describe(parts.renderer, parts.stop_ids)}",
     ]
 
 
@@ -356,12 +356,11 @@ def _try_environment(parts: Assembly, prompts: list[Any], stages: Stages) -> Non
     """
     config = parts.config
     with stages.stage("environment") as found:
-        renderer = Renderer(config.data, parts.tokenizer)
         environment = dataclasses.replace(config.environment, pool=PoolConfig())
         with contextlib.closing(EnvironmentPool(environment)) as pool:
             for number, prompt in enumerate(prompts):
                 turn = {"role": "assistant", "content": _reference(parts, prompt.example) or ""}
-                messages = [*renderer.opening(prompt.example, prompt.text), turn]
+                messages = [*parts.renderer.opening(prompt.example, prompt.text), turn]
                 call = environment_calls.Call(episode=number, messages=messages, example=prompt.example)
                 pool.submit(call)
             outcomes: list[environment_calls.Outcome] = []

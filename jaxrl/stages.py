@@ -88,6 +88,7 @@ def collect(
                 key=key,
                 tokenizer=parts.tokenizer,
                 stop=config.rollout.stop,
+                keep_special=config.rollout.keep_special_tokens,
                 policy_version=policy_version,
                 progress=partial(_report, progress, total, stop, sampled),
                 multi_turn=multi_turn,

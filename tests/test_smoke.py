@@ -89,6 +89,7 @@ def test_the_small_run_keeps_every_part(arguments, rehearsed, capsys):
     assert "400 of 400 rows" in out and "100 of 100 rows" in out and "data 2 -> 2, fsdp 8 -> 2" in out
     assert "math_answer: reference answers 1.00, empty text" in out
     assert "Think first." in out and "dynamic sampling" in out
+    assert "completions end with '<|im_end|>' (4)" in out
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,8 @@ def test_the_small_run_keeps_every_part(arguments, rehearsed, capsys):
         ("mesh.tensor=3", 2, "3 does not divide the model's 4 query heads"),
         ("batch.micro_batch_tokens=4096", 2, "no room for 16 row(s)"),
         ("model.path=nobody/nothing/here", 2, "model.path"),
+        ("rollout.stop_token_ids=[512]", 2, "512 is never sampled"),
+        ("rollout.stop=['#']", 2, "'format' waits for '####'"),
         ("rewards.terms=[{name: 'FOLDER/mine.py:broken'}]", 3, "a mistake of mine"),
         ("rewards.terms=[{name: 'FOLDER/mine.py:hangs'}]", 3, "no answer within timeout_seconds"),
         ("environment.name=FOLDER/mine.py:Broken", 3, "a mistake of the environment"),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxrl.data.columns import Row, fill
 from jaxrl.data.config import DataConfig
 from jaxrl.data.shown import Shown, printed_object
 from jaxrl.data.tokenizer import Message, Tokenizer
+from jaxrl.data.turns import TurnEnd, find_turn_end, first_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,33 @@ class Renderer:
         if config.system_prompt:
             system = {"role": "system", "content": config.system_prompt}
             self._render([system, {"role": "user", "content": "a"}], None, add_generation_prompt=True)
+
+    @cached_property
+    def turn_end(self) -> TurnEnd | None:
+        """What the chat template ends an assistant's message with; None for plain text."""
+        if self.plain:
+            return None
+
+        def render(messages: Sequence[Message]) -> str:
+            return self._render(messages, None, add_generation_prompt=False)
+
+        return find_turn_end(render, self.tokenizer, self.config.system_prompt)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a completion: the tokenizer's, and the end of the template's turn."""
+        end = () if self.turn_end is None else (self.turn_end.token_id,)
+        return tuple(dict.fromkeys(self.tokenizer.stop_ids + end))
+
+    @cached_property
+    def answer_opening(self) -> str:
+        """The end of a prompt, before the completion: of any prompt by the chat template."""
+        if self.plain:
+            return self.config.prompt
+        try:
+            return self._render([{"role": "user", "content": "a"}], None, add_generation_prompt=True)
+        except ConfigError:  # the template wants more of a conversation
+            return ""
 
     def prompt(self, row: Row) -> Prompt:
         """The row as a prompt, up to where the assistant's answer begins.
@@ -194,10 +223,34 @@ class Renderer:
                 )
             context = self.tokenizer.encode_after(text, before[len(text) :])
             ids, mask = ids + context, mask + [0] * len(context)
+            after += self._end_in_next(messages, turn, row, after)
             answer = self.tokenizer.encode_after(before, after[len(before) :])
-            learned = _learned(answer, self.tokenizer.stop_ids)
+            learned = self._learned(answer)
             ids, mask, text = ids + answer, mask + [1] * learned + [0] * (len(answer) - learned), after
         return ids, mask
+
+    def _learned(self, answer: Sequence[int]) -> int:
+        """How many tokens of an assistant's part are learned: up to its stop token, not what follows it."""
+        end = () if self.turn_end is None else (self.turn_end.token_id,)
+        for stop_ids in (end, self.stop_ids):
+            if stops := [i for i, token in enumerate(answer) if token in stop_ids]:
+                return stops[-1] + 1
+        return len(answer)
+
+    def _end_in_next(self, messages: Sequence[Message], turn: int, row: Row, text: str) -> str:
+        """The end of a turn that the template writes with the message after it. ``text`` is that of the
+        conversation up to the turn."""
+        end = self.turn_end
+        if end is None or not end.opens_next:
+            return ""
+        if turn + 1 == len(messages):
+            return end.text
+        longer = self._render(messages[: turn + 2], row, add_generation_prompt=False)
+        found = first_token(longer[len(text) :], self.tokenizer) if longer.startswith(text) else None
+        if found is None:
+            return ""
+        token_id, before, token = found
+        return before + token if token_id in self.stop_ids and not before.strip() else ""
 
     def conversation(self, row: Row, *, completion: bool = False) -> list[Message]:
         """The row's messages, with the system prompt before them if they have none.
@@ -267,9 +320,3 @@ class Renderer:
         if self.config.system_prompt and messages[number]["content"] == self.config.system_prompt:
             return f"{self.section}.system_prompt"
         return f"{self.section}.{'messages' if self.config.messages else 'chat_template'}"
-
-
-def _learned(answer: Sequence[int], stop_ids: Sequence[int]) -> int:
-    """How many tokens of an assistant's part are learned: up to its stop token, not what follows it."""
-    stops = [i for i, token in enumerate(answer) if token in stop_ids]
-    return stops[-1] + 1 if stops else len(answer)

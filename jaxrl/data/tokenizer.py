@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 """{"role": "user", "content": "..."} and whatever else the chat template knows."""
 
 
-def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
+def load_tokenizer(name: str, key: str = "model.tokenizer", model: Path | None = None) -> Tokenizer:
     """The tokenizer of a folder, of a model on the Hugging Face hub, or ``builtin:chars``.
 
     ``tokenizer.json`` is taken as it is. (AutoTokenizer rebuilds it for some classes, which can change ids
@@ -28,6 +28,7 @@ def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
 
     Args:
         key: the setting that ``name`` comes from, for messages.
+        model: the model's folder, which lists the eos ids when the tokenizer's own does not.
 
     Raises:
         ConfigError: nothing there, or it cannot be read.
@@ -36,7 +37,7 @@ def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
         return _character_tokenizer()
     if name.startswith("builtin:"):
         raise ConfigError(f"{name!r} is unknown; the built-in tokenizer is {BUILTIN}", key)
-    folder = hub.resolve(name, key, hub.TOKENIZER_FILES)
+    folder = hub.resolve(name, key, (*hub.TOKENIZER_FILES, "config.json"))
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"{name!r} has no tokenizer.json; transformers writes one: "
@@ -45,18 +46,36 @@ def load_tokenizer(name: str, key: str = "model.tokenizer") -> Tokenizer:
         )
     try:
         fast = _transformers().PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        generation = (
-            json.loads((folder / "generation_config.json").read_text())
-            if (folder / "generation_config.json").is_file()
-            else {}
-        )
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         raise ConfigError(
             f"the tokenizer of {name!r} cannot be read: {type(error).__name__}: {error}", key
         ) from error
-    eos = generation.get("eos_token_id")
-    eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
-    return Tokenizer(hf=fast, eos_ids=tuple(eos_ids), folder=folder)
+    eos_ids = listed_eos_ids(folder, key) or (listed_eos_ids(model, key) if model else ())
+    return Tokenizer(hf=fast, eos_ids=eos_ids, folder=folder)
+
+
+def listed_eos_ids(folder: Path, key: str) -> tuple[int, ...]:
+    """The eos ids of a Hugging Face folder: of generation_config.json, else of config.json, or of the text
+    model in it; () when none of them has any.
+
+    Raises:
+        ConfigError: a file is no JSON, or its ``eos_token_id`` holds something other than ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        try:
+            given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            text_config = given.get("text_config") or {}
+            eos = given.get("eos_token_id")
+            eos = text_config.get("eos_token_id") if eos is None else eos
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}", key) from error
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ConfigError(f"{file}: eos_token_id must be an id or a list of ids, got {eos!r}", key)
+        if ids:
+            return tuple(ids)
+    return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +85,7 @@ class Tokenizer:
     hf: Any
     """transformers' PreTrainedTokenizerFast, for whatever is not offered here."""
     eos_ids: tuple[int, ...] = ()
-    """Stop ids that the model's generation config lists."""
+    """Stop ids that the model's generation config (or else its config) lists."""
     folder: Path | None = None
     """Where it came from; None for the built-in one."""
 
@@ -89,6 +108,18 @@ class Tokenizer:
         """All ids that end a completion: the generation config's and the tokenizer's eos, no id twice."""
         own = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys(self.eos_ids + own))
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Text -> id of the tokens that are found as a whole in any text, special ones among them."""
+        added = self.hf.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items()}
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Text -> id of those that ``decode(skip_special=True)`` drops."""
+        added = self.hf.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
 
     @property
     def pad_id(self) -> int:

@@ -14,9 +14,10 @@ fills is an error of configuration, not of the sample.
 
 A built-in is the function ``<name>`` of ``jaxrl/rewards/<name>.py``. Its file may also have
 ``answer(completion, **args) -> str | None`` (what was read as the answer, in a normal form: for logs and
-maj@k), ``prepare()`` (slow imports, done when a worker starts rather than in the first sample's time) and
-``problems(args) -> messages`` (arguments that do not go together). A user's function may carry an attribute
-``answer`` for the first of these.
+maj@k), ``prepare()`` (slow imports, done when a worker starts rather than in the first sample's time),
+``problems(args) -> messages`` (arguments that do not go together) and ``needs(args, opening) -> texts``
+(without which no completion passes; ``opening`` is the end of a prompt). A user's function may carry an
+attribute ``answer`` for the first of these.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Reward:
     parse: Callable[..., Any] | None
     prepare: Callable[[], None]
     check: Callable[[Mapping[str, Any]], Iterable[str]]
+    needs: Callable[[Mapping[str, Any], str], Iterable[str]]
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """(key, message) for arguments the function does not take."""
@@ -224,13 +226,14 @@ def load(name: str, args: Mapping[str, Any]) -> Reward:
     """
     if ":" in name:
         function = import_by_path(name, "name")
-        parse, prepare, check = getattr(function, "answer", None), _nothing, _no_messages
+        parse, prepare, check, needs = getattr(function, "answer", None), _nothing, _no_messages, _no_texts
     elif name in built_in_names():
         function = import_by_path(f"jaxrl.rewards.{name}:{name}", "name")
         module = sys.modules[f"jaxrl.rewards.{name}"]
         parse = getattr(module, "answer", None)
         prepare = getattr(module, "prepare", _nothing)
         check = getattr(module, "problems", _no_messages)
+        needs = getattr(module, "needs", _no_texts)
     else:
         hint = nearest(name, [*built_in_names(), "reward_model"])
         raise ConfigError(
@@ -250,6 +253,7 @@ def load(name: str, args: Mapping[str, Any]) -> Reward:
         parse=parse,
         prepare=prepare,
         check=check,
+        needs=needs,
     )
 
 
@@ -324,4 +328,8 @@ def _nothing() -> None:
 
 
 def _no_messages(args: Mapping[str, Any]) -> Iterable[str]:
+    return ()
+
+
+def _no_texts(args: Mapping[str, Any], opening: str) -> Iterable[str]:
     return ()

@@ -53,6 +53,16 @@ def problems(args: Mapping[str, Any]) -> Iterable[str]:
             yield f"pattern {pattern!r} is no regular expression: {error}"
 
 
+def needs(args: Mapping[str, Any], opening: str) -> Iterable[str]:
+    """Texts without which no completion passes, after a prompt that ends with ``opening``; of a pattern they
+    are not known."""
+    tags = args.get("tags")
+    if tags is not None:
+        marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        return marks[1:] if _opened(opening, tags[0]) else marks
+    return [] if args.get("pattern") is not None else ["####"]
+
+
 def _opened(prompt: str, tag: str) -> str:
     return f"<{tag}>" if prompt.rstrip().endswith(f"<{tag}>") else ""
 

@@ -59,7 +59,16 @@ class RolloutConfig:
     stop: list[str] = factory(
         list, "strings that end a completion, found across token borders; the text is cut, the ids stay"
     )
-    stop_token_ids: list[int] = factory(list, "ids that end a completion beside the model's own")
+    stop_token_ids: list[int] = factory(
+        list,
+        "ids that end a completion beside the model's own and the end of the chat template's turn; the text "
+        "ends before such an id",
+    )
+    keep_special_tokens: bool = setting(
+        False,
+        "special tokens stay in the text that rewards, logs and rollout.stop read, but for the stop id; "
+        "false: they are dropped. The ids are the same",
+    )
     ignore_eos: bool = setting(False, "sample on after stop ids, to the limit (benchmarks)")
     slots: int = setting(
         0, "sequences decoded at once; 0: prompts_per_step * group_size, at most 64 a device"

@@ -134,9 +134,8 @@ class Episodes:
         group_size: int,
         *,
         limits: Sequence[int],
-        stop_ids: Sequence[int],
     ):
-        self._parts, self._prompts, self._stop_ids = parts, prompts, frozenset(stop_ids)
+        self._parts, self._prompts = parts, prompts
         self._limits = limits
         self._open: set[int] = set()
         self._episodes = [
@@ -168,7 +167,9 @@ class Episodes:
         before = e.rows[-1].ids
         e.rows[-1].append(tokens, log_probs)
         e.turns, e.position, e.overshoot, e.text = e.turns + 1, e.position + len(tokens), overshoot, text
-        content = tokens[:-1] if stopped and tokens[-1] in self._stop_ids else tokens
+        # The end of a turn is the template's to write; any other stop id is part of what was said.
+        ended = stopped and tokens[-1] in self._parts.renderer.stop_ids
+        content = tokens[:-1] if ended else tokens
         e.written = tokenizer.decode_after(before, content)
         e.context += tokenizer.decode_after(before, tokens)
         e.messages.append({"role": "assistant", "content": tokenizer.decode(content)})

@@ -51,6 +51,7 @@ def rollout(
     key: np.ndarray,
     tokenizer: Decodes,
     stop: Sequence[str] = (),
+    keep_special: bool = False,
     policy_version: int = 0,
     progress: Callable[[int, int], None] = lambda finished, tokens: None,
     multi_turn: MultiTurn | None = None,
@@ -60,9 +61,10 @@ def rollout(
     ``sampling`` is one for all, or one for each of the B sequences. ``key`` [2] uint32 names the random
     numbers of this call; a sample's own come from (key, prompt id, sample index, position). ``stop`` strings
     end a completion: its text is cut before the string, its ids and log-probs stay as sampled, up to the
-    token that completed the string. With ``multi_turn`` completions are episodes: where a turn ends, an
-    environment is asked, while others are sampled on. ``progress(finished sequences, tokens so far)`` is
-    called after each dispatch.
+    token that completed the string. They are found in the text that rewards read: it has special tokens
+    with ``keep_special`` only, and never the stop id that ended it. With ``multi_turn`` completions are
+    episodes: where a turn ends, an environment is asked, while others are sampled on. ``progress(finished
+    sequences, tokens so far)`` is called after each dispatch.
     """
     total = len(prompts) * group_size
     samplings = [sampling] * total if isinstance(sampling, Sampling) else sampling
@@ -73,7 +75,8 @@ def rollout(
         engine.warm_up(params)
     episodes = None
     if multi_turn is not None:
-        episodes = Episodes(multi_turn, prompts, group_size, limits=limits, stop_ids=engine.stop_ids)
+        episodes = Episodes(multi_turn, prompts, group_size, limits=limits)
+    reader = _Reader(tokenizer, keep_special, stop, frozenset(engine.stop_ids))
     schedule = _Schedule(engine, params, prompts, group_size, samplings, key, episodes)
     finished = sampled = 0
     while schedule.unfinished:
@@ -81,8 +84,8 @@ def rollout(
         if schedule.running:
             results = schedule.generate()
             sampled += int(results.counts.sum())
-            for slot in _gather(results, schedule.running, schedule.sequences, tokenizer, stop):
-                finished += schedule.ended(slot, tokenizer)
+            for slot in _gather(results, schedule.running, schedule.sequences, reader):
+                finished += schedule.ended(slot, reader)
         if episodes and episodes.waiting:
             finished += schedule.go_on()
         progress(finished, sampled)
@@ -90,22 +93,54 @@ def rollout(
         prompts=prompts,
         group_size=group_size,
         policy_versions=[policy_version] * total,
-        **(episodes.results() if episodes else _results(schedule.sequences, tokenizer)),
+        **(episodes.results() if episodes else _results(schedule.sequences, reader)),
     )
 
 
-def _results(sequences: Sequence[_Sequence], tokenizer: Decodes) -> dict[str, list]:
+def _results(sequences: Sequence[_Sequence], reader: _Reader) -> dict[str, list]:
     return {
         "tokens": [np.array(s.tokens, np.int32) for s in sequences],
         "loss_mask": [np.ones(len(s.tokens), np.float32) for s in sequences],
         "rollout_log_probs": [np.array(s.log_probs, np.float32) for s in sequences],
         "stop_reasons": ["stop" if s.stopped else "length" for s in sequences],
-        "texts": [_text(s, tokenizer) for s in sequences],
+        "texts": [reader.text(s) for s in sequences],
     }
 
 
-def _text(sequence: _Sequence, tokenizer: Decodes) -> str:
-    return tokenizer.decode(sequence.tokens, skip_special=True) if sequence.text is None else sequence.text
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Completions as the text that rewards read, which is the same however they ended."""
+
+    tokenizer: Decodes
+    keep_special: bool
+    stop: Sequence[str]
+    stop_ids: frozenset[int]
+
+    def text(self, sequence: _Sequence) -> str:
+        """Without the stop id or stop string that ended it."""
+        if sequence.text is not None:
+            return sequence.text
+        tokens = sequence.tokens
+        ended = sequence.stopped and tokens[-1] in self.stop_ids
+        return self._decode(tokens[:-1] if ended else tokens)
+
+    def stop_string(self, ids: Sequence[int]) -> tuple[int, str] | None:
+        """Tokens up to the one that completes the first stop string, and the text before it."""
+        if not self.stop or self._first_stop(self._decode(ids)) < 0:
+            return None
+        low, high = 1, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._first_stop(self._decode(ids[:middle])) >= 0
+            low, high = (low, middle) if found else (middle + 1, high)
+        text = self._decode(ids[:low])
+        return low, text[: self._first_stop(text)]
+
+    def _first_stop(self, text: str) -> int:
+        return min((at for s in self.stop if (at := text.find(s)) >= 0), default=-1)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special=not self.keep_special)
 
 
 class _Schedule:
@@ -176,12 +211,12 @@ class _Schedule:
         self.state, results = self.engine.generate(self.params, self.state, refill=wanted)
         return results
 
-    def ended(self, slot: int, tokenizer: Decodes) -> bool:
+    def ended(self, slot: int, reader: _Reader) -> bool:
         """A completion, or a turn, has ended. Whether its sequence has."""
         i = self.running.pop(slot)
         s = self.sequences[i]
         if self.episodes and self.episodes.turn_ended(
-            i, s.tokens, s.log_probs, stopped=s.stopped, text=_text(s, tokenizer), overshoot=s.overshoot
+            i, s.tokens, s.log_probs, stopped=s.stopped, text=reader.text(s), overshoot=s.overshoot
         ):
             self.engine.pause(slot)
             self.held[slot] = i
@@ -251,8 +286,7 @@ def _gather(
     results: Results,
     running: dict[int, int],
     sequences: list[_Sequence],
-    tokenizer: Decodes,
-    stop: Sequence[str],
+    reader: _Reader,
 ) -> list[int]:
     """Append what a dispatch sampled to its sequences; the slots whose sequence has ended."""
     ended = []
@@ -261,7 +295,7 @@ def _gather(
         sequence.tokens += results.tokens[i, :count].tolist()
         sequence.log_probs += results.log_probs[i, :count].tolist()
         sequence.stopped = bool(results.stopped[i])
-        cut = _stop_string(tokenizer, stop, sequence.tokens) if stop else None
+        cut = reader.stop_string(sequence.tokens)
         if cut is not None:
             length, sequence.text = cut
             sequence.overshoot = len(sequence.tokens) - length
@@ -270,19 +304,3 @@ def _gather(
         if cut is not None or not results.active[i]:
             ended.append(slot)
     return ended
-
-
-def _stop_string(tokenizer: Decodes, stop: Sequence[str], ids: list[int]) -> tuple[int, str] | None:
-    """Tokens up to the one that completes the first stop string, and the text before it."""
-
-    def first_stop(text: str) -> int:
-        return min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
-
-    if first_stop(tokenizer.decode(ids)) < 0:
-        return None
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if first_stop(tokenizer.decode(ids[:middle])) >= 0 else (middle + 1, high)
-    text = tokenizer.decode(ids[:low])
-    return low, text[: first_stop(text)]

@@ -116,7 +116,7 @@ def make_engine(model, mesh=None, **changes):
     return Engine(model, mesh or one_device(), **{**options, **changes})
 
 
-def play(model, parts, engine=None, prompts=None, *, group=4, limit=NEW, stop=(), params=None):
+def play(model, parts, engine=None, prompts=None, *, group=4, limit=NEW, params=None, **options):
     return rollout(
         engine or model[2],
         model[0].unstack(model[1]) if params is None else params,
@@ -125,8 +125,8 @@ def play(model, parts, engine=None, prompts=None, *, group=4, limit=NEW, stop=()
         sampling=Sampling(max_new_tokens=limit),
         key=jax.random.key_data(jax.random.key(0)),
         tokenizer=TOKENIZER,
-        stop=stop,
         multi_turn=parts,
+        **options,
     )
 
 
@@ -302,6 +302,30 @@ def test_turns_after_an_answer_have_the_ids_of_the_whole_conversation(trained, t
             ids = following.tokens.tolist()
             assert ids == trained(text, add_special_tokens=template == "none").input_ids
         assert len(episodes.results()["episodes"][0].rows) == 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_rewards_read_one_text_however_a_sample_ended(model, multi_turn, keep):
+    """The ids without the stop id, as transformers decodes them, up to a stop string: in single turns, and of
+    an episode's last turn."""
+    ended = {}
+    for environment in (None, multi_turn(turns=2)):
+        prompts = make_prompts(multi_turn())
+        options = dict(prompts=prompts, stop=('"',), keep_special=keep, limit=40)
+        out = play(model, environment, **options)
+        for i, text in enumerate(out.texts):
+            (row,) = out.rows(i)
+            ids = row.tokens[1 + max(np.flatnonzero(row.loss_mask == 0), default=-1) :].tolist()
+            cut = '"' in TOKENIZER.decode(ids)
+            how = "string" if cut else "id" if ids[-1] == EOS else "length"
+            ids = ids[:-1] if ids[-1] == EOS else ids
+            whole = TOKENIZER.hf.decode(ids, skip_special_tokens=not keep, clean_up_tokenization_spaces=False)
+            assert text == whole.split('"')[0]
+            ended.setdefault(how, []).append("<" in text)
+        assert {"string", "id"} <= set(ended)
+    assert "length" in ended
+    # Each kind of end has special tokens in its texts, or none has.
+    assert all(any(seen) == keep for seen in ended.values())
 
 
 def test_limits(model, multi_turn):
