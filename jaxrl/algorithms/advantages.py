@@ -20,7 +20,11 @@ def compute(
     kl: np.ndarray | None = None,
     num_tokens: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Advantages: (rewards - baseline) / deviation, then whitening, as ``config`` chooses.
+    """Advantages: (rewards - baseline) / deviation, then the KL penalty, then whitening, as ``config`` says.
+
+    A deviation is of the rewards without the KL: in a group whose rewards are all equal, KL alone would
+    otherwise give advantages of full size, whatever its coefficient. As in the loss, ``kl_coef`` is thus in
+    units of the divided advantage. The baseline is of the penalised reward.
 
     Groups whose rewards are all equal get exactly 0 under a group baseline, whitening or not. Abstained
     samples are left out of every mean and deviation and get 0. Deviations divide by n - 1.
@@ -39,18 +43,22 @@ def compute(
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or np.isinf(rewards).any():
         raise ValueError(f"rewards have to be [P, G] and finite or NaN, got shape {rewards.shape}")
+    advantages = _centre(rewards, config)
+    penalized = rewards
     if config.kl_coef and config.kl_in == "reward":
         if kl is None:
             raise ValueError("kl_in: reward needs the KL of each completion")
-        rewards = rewards - config.kl_coef * np.asarray(kl, np.float64)
-    advantages = _centre(rewards, config)
+        penalized = rewards - config.kl_coef * np.asarray(kl, np.float64)
+    penalty = _centre(penalized, config) - advantages
     if config.advantage_std != "none":
         over = -1 if config.advantage_std == "group" else _EVERYTHING
         advantages = _divide(advantages, _std(rewards, over), config.std_epsilon)
+    advantages = advantages + penalty
     if config.whiten != "none":
         advantages = _whiten(advantages, config, num_tokens)
     if config.advantage in ("group_mean", "leave_one_out"):
-        advantages = np.where(spread(rewards, keepdims=True), advantages, 0.0)
+        differ = spread(rewards, keepdims=True) | spread(penalized, keepdims=True)
+        advantages = np.where(differ, advantages, 0.0)
     return np.where(np.isnan(rewards), 0.0, advantages)
 
 

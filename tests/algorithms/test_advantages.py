@@ -65,6 +65,19 @@ def test_kl_in_the_reward(inputs, goldens):
         compute(inputs["rewards"].reshape(2, 3), config)
 
 
+@pytest.mark.parametrize("over", ["group", "batch"])
+def test_kl_in_the_reward_is_never_blown_up_by_a_deviation(over):
+    """Equal rewards: what is left is the KL's own gradient, coefficient times difference."""
+    rewards, kl = np.array([[1.0, 1, 1, 1]]), np.array([[4.0, 5, 5, 6]])
+    config = AlgoConfig(advantage_std=over, kl_coef=1e-3, kl_in="reward")
+    np.testing.assert_allclose(compute(rewards, config, kl=kl), [[1e-3, 0, 0, -1e-3]], atol=1e-12)
+    # Rewards that differ: both parts add up, each in its own scale.
+    rewards = np.array([[0.0, 1, 1, 2]])
+    std = rewards.std(ddof=1) + config.std_epsilon
+    expected = (rewards - 1) / std - 1e-3 * (kl - 5)
+    np.testing.assert_allclose(compute(rewards, config, kl=kl), expected, atol=1e-12)
+
+
 def test_reinforce_pp_baseline_whitens_over_tokens(inputs):
     golden = np.load(FOLDER / "ppo.npz")["reinforce_pp_baseline/verl_advantages"]
     num_tokens = inputs["mask"].sum(1).reshape(2, 3)
