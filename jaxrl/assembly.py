@@ -255,6 +255,12 @@ def join(
         mesh=_layout_mesh(mesh),
     )
     parts = Assembly(config, mesh, tokenizer, model, folder)
+    if config.algo.router_loss_coef and model_config.moe is None:
+        raise ConfigError(
+            f"{config.algo.router_loss_coef} given, but the model ({model_config.family}) has no experts to "
+            "balance; must be 0",
+            "algo.router_loss_coef",
+        )
     # Before anything is loaded: a tensor axis that does not divide the heads, a row without room.
     model.specs(mesh)
     if config.samples_completions:

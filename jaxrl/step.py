@@ -169,22 +169,24 @@ def init_train_state(params, optimizer, config: OptimConfig, shardings: TrainSta
     return TrainState(params=params, opt_state=opt_state, updates=updates, skipped_in_a_row=skipped)
 
 
-def predicting_states(spec: StepSpec, params, micro: TrainBatch) -> jax.Array:
-    """[R, T, D] hidden states of one micro-batch, each at the token that it predicts.
+def predicting_states(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """[R, T, D] hidden states of one micro-batch, each at the token that it predicts; and what
+    ``Model.hidden_states`` says of the experts.
 
     The one place where logits are shifted against tokens: the state at t - 1 predicts the token at t, or that
     at ``predictors`` where a prompt is shared. A sequence's first token is never scored, so what predicts it
     does not matter.
     """
-    hidden, _ = spec.model.hidden_states(
+    hidden, experts = spec.model.hidden_states(
         params, micro.tokens, micro.positions, micro.segment_ids, micro.attention
     )
-    return jnp.roll(hidden, 1, axis=1) if micro.predictors is None else take(hidden, micro.predictors)
+    rolled = jnp.roll(hidden, 1, axis=1) if micro.predictors is None else take(hidden, micro.predictors)
+    return rolled, experts
 
 
 def token_statistics(spec: StepSpec, params, micro: TrainBatch) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies [R, T] of one micro-batch's scored tokens, 0 elsewhere."""
-    hidden = predicting_states(spec, params, micro)
+    hidden, _ = predicting_states(spec, params, micro)
     head = spec.model.head(params).astype(hidden.dtype)
     out = token_log_probs(hidden, head, micro.tokens, mask=micro.loss_mask > 0, **_head_options(spec))
     return out.log_probs, out.entropies
@@ -229,9 +231,9 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
     def token_loss(log_probs, entropies, micro: TrainBatch):
         return losses.policy_loss(log_probs, entropies, micro, spec.algo)
 
-    def micro_loss(params, micro: TrainBatch):
-        hidden = predicting_states(spec, params, micro)
-        return policy_loss(
+    def micro_loss(params, micro: TrainBatch, update_tokens):
+        hidden, experts = predicting_states(spec, params, micro)
+        loss, metrics = policy_loss(
             hidden,
             spec.model.head(params).astype(hidden.dtype),
             micro.tokens,
@@ -241,6 +243,9 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
             token_local=losses.token_local(spec.algo),
             **_head_options(spec),
         )
+        if not spec.algo.router_loss_coef:
+            return loss, metrics
+        return losses.with_router_loss(loss, metrics, micro, update_tokens, spec.algo, **experts)
 
     gradient = jax.value_and_grad(micro_loss, has_aux=True)
 
@@ -248,7 +253,8 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
         """Metrics, and the gradient: added up in float32, or as it is where there is nothing to add."""
 
         def one(params, batch, i):
-            (_, metrics), grads = gradient(params, _micro_batch(batch, i))
+            tokens = jnp.sum(batch.segment_ids > 0) if spec.algo.router_loss_coef else None
+            (_, metrics), grads = gradient(params, _micro_batch(batch, i), tokens)
             return metrics, grads
 
         def body(i, carry):

@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.algorithms.losses import finish_metrics
+from jaxrl.algorithms.presets import PRESETS
 from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.models import Model, hf
 from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
@@ -59,7 +61,7 @@ def sequences(num_prompts=5, group=GROUP, seed=0):
     return found
 
 
-def programs(family, split):
+def programs(family, split, algo):
     """(mesh, state, score_step, train_step) of a reference checkpoint."""
     mesh = make_mesh(
         MeshConfig(**dict(zip(("data", "fsdp", "tensor"), split, strict=True))),
@@ -69,7 +71,6 @@ def programs(family, split):
     params = jax.device_put(hf.load_params(CHECKPOINTS / family, model), named(mesh, model.specs(mesh)))
     shardings = state_shardings(model, mesh, KEEP_GRADIENT, params)
     state = init_train_state(params, KEEP_GRADIENT, OptimConfig(), shardings)
-    algo = AlgoConfig(kl_coef=0.1)
     spec = StepSpec(model=model, mesh=mesh, algo=algo, temperature=4.0, vocab_limit=None)
     return mesh, state, make_score_step(spec), make_train_step(spec, KEEP_GRADIENT, shardings)
 
@@ -81,9 +82,9 @@ def run(program, *args):
 class Update:
     """An update of a reference checkpoint with the given layout of the batch."""
 
-    def __init__(self, family, split=(1, 1, 1), **batch_settings):
+    def __init__(self, family, split=(1, 1, 1), algo=AlgoConfig(kl_coef=0.1), **batch_settings):  # noqa: B008
         self.settings = BatchConfig(**batch_settings)
-        self.mesh, self.state, self.score_step, self.train_step = programs(family, split)
+        self.mesh, self.state, self.score_step, self.train_step = programs(family, split, algo)
 
     def batch(self, found, group=GROUP):
         shape = self.settings.shape(
@@ -103,7 +104,7 @@ class Update:
     def gradient(self, found):
         batch, count, _ = self.batch(found)
         state, metrics = run(self.train_step, self.state, batch, count)
-        return state.opt_state, metrics
+        return state.opt_state, finish_metrics(metrics)
 
 
 @functools.cache
@@ -140,6 +141,56 @@ def test_log_probs_and_gradient_are_those_of_padded_rows(family, split, settings
         assert np.linalg.norm(a - e) < 1e-5 * np.linalg.norm(e), jax.tree_util.keystr(path)
     for name, value in other_metrics.items():
         np.testing.assert_allclose(value, metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_router_loss_is_that_of_transformers_and_is_trained_on():
+    """A batch whose router loss transformers computed, with and without it in the loss."""
+    folder = CHECKPOINTS / "mixtral"
+    goldens, config = np.load(folder / "goldens.npz"), hf.load_config(folder)
+    lengths, real = goldens["lengths"], goldens["attention_mask"].astype(bool)
+    found = []
+    for row, length in zip(goldens["input_ids"], lengths, strict=True):
+        mask = (np.arange(length) > 0).astype(np.float32)
+        found.append(Sequence(tokens=row[:length], loss_mask=mask, loss_weights=mask / len(mask)))
+
+    def update(coef, rows=3):
+        algo = AlgoConfig(**PRESETS["sft"], router_loss_coef=coef)
+        settings = {"micro_batch_tokens": rows * LONGEST, "share_prompts": False}
+        return Update("mixtral", algo=algo, **settings).gradient(found)
+
+    gradient, metrics = update(0.5)
+    plain_gradient, plain = update(0.0)
+    assert not [name for name in plain if "moe" in name or "router" in name]
+    assert metrics["moe/router_loss"] == pytest.approx(float(goldens["aux_loss"]), rel=1e-4)
+    assert metrics["loss/router"] == pytest.approx(0.5 * float(goldens["aux_loss"]), rel=1e-4)
+    assert metrics["loss/total"] == pytest.approx(plain["loss/total"] + metrics["loss/router"], rel=1e-5)
+
+    # The busiest expert of any layer, by transformers' router logits [layers, 3, 24, experts].
+    chosen = np.argsort(-goldens["router_logits"])[..., : config.moe.experts_per_token][:, real]
+    counts = [np.bincount(layer.ravel(), minlength=config.moe.num_experts) for layer in chosen]
+    assert metrics["moe/load_max"] == pytest.approx(np.max(counts) / np.mean(counts), rel=1e-5)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def router_loss(params, tokens, segments):
+        positions = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
+        return Model(config).hidden_states(params, tokens, positions, segments)[1]["router_loss"]
+
+    # The gradient, against differences of the value along it.
+    params = hf.load_params(folder, Model(config))
+    own = jax.tree.map(lambda a, b: (a - b) / 0.5, gradient, plain_gradient)
+    norm = float(optax.tree.norm(own))
+    rows = goldens["input_ids"], goldens["attention_mask"]
+    up, down = (
+        router_loss(jax.tree.map(lambda p, g, s=s: p + s * g / norm, params, own), *rows)
+        for s in (1e-3, -1e-3)
+    )
+    assert norm > 1e-3 and (up - down) / 2e-3 == pytest.approx(norm, rel=0.01)
+
+    # Micro-batches weigh by their tokens.
+    _, split = update(0.5, rows=1)
+    alone = [router_loss(params, *(x[row : row + 1] for x in rows)) for row in range(3)]
+    assert split["moe/router_loss"] == pytest.approx(np.average(alone, weights=lengths), rel=1e-5)
+    assert split["loss/router"] == pytest.approx(0.5 * split["moe/router_loss"], rel=1e-5)
 
 
 def test_memory_does_not_depend_on_the_size_of_groups():

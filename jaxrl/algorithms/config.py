@@ -83,13 +83,20 @@ class AlgoConfig:
     # Regularisation.
     kl_coef: float = setting(0.0, "weight of the KL penalty to the reference; 0: no reference is loaded")
     kl_in: Literal["loss", "reward"] = setting(
-        "loss", "penalty as a loss of each token, or taken off the reward"
+        "loss",
+        "penalty as a loss of each token, or taken off the reward (after its division by advantage_std, so "
+        "that kl_coef weighs the same)",
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3plus"] = setting(
         "k3", "estimator of the KL (Schulman 2020); k3plus: value of k3, gradient of k2"
     )
     kl_unbiased: bool = setting(False, "multiply the KL term by the policy / old ratio of the token")
     entropy_coef: float = setting(0.0, "weight of the entropy bonus (loss per nat)")
+    router_loss_coef: float = setting(
+        0.0,
+        "mixture of experts: weight of the load-balancing loss, as router_aux_loss_coef of transformers; 0: "
+        "neither it nor its metrics (moe/...) are computed",
+    )
 
     # Difference between sampler and trainer.
     sampler_correction: Literal["none", "truncate", "mask"] = setting(
@@ -189,6 +196,7 @@ _LEAST = {
     "overlong_buffer_tokens": 1,
     "overlong_penalty": 0,
     "kl_coef": 0,
+    "router_loss_coef": 0,
     "std_epsilon": 0,
     "clip_high": 0,
     "cispo_low": 0,
@@ -265,7 +273,7 @@ def _combination_problems(c: AlgoConfig) -> Iterator[tuple[str, str]]:
 _Rule = tuple[bool, tuple[str, ...], str]
 
 _SUPERVISED_KEYS = frozenset(
-    {"name", "objective", "entropy_coef", "max_consecutive_skipped"}
+    {"name", "objective", "entropy_coef", "router_loss_coef", "max_consecutive_skipped"}
     | {"aggregation", "constant_length_tokens", "empty_sequences"}
 )
 

@@ -135,6 +135,36 @@ def policy_loss(
     return total, jax.lax.stop_gradient({**shares, **_metrics(terms, config)})
 
 
+def with_router_loss(
+    loss: jax.Array,
+    metrics: Metrics,
+    micro: TrainBatch,
+    update_tokens: jax.Array,
+    config: AlgoConfig,
+    *,
+    router_loss: jax.Array,
+    load_max: jax.Array,
+) -> tuple[jax.Array, Metrics]:
+    """A micro-batch's loss and metrics with the load-balancing loss of its experts (see ``models/moe.py``).
+
+    That loss is of a product of two means, over all tokens of a micro-batch on all devices. Micro-batches
+    weigh by their tokens; another ``batch.micro_batch_tokens`` gives another, equally good estimate.
+
+    Args:
+        update_tokens: tokens of all micro-batches of the update, padding left out.
+    """
+    tokens = jnp.sum(micro.segment_ids > 0).astype(jnp.float32)
+    share = config.router_loss_coef * router_loss * tokens / jnp.maximum(update_tokens, 1)
+    loss = loss + share
+    found = {
+        "loss/router": Metric(total=share, reduction="sum"),
+        "loss/total": Metric(total=loss, reduction="sum"),
+        "moe/router_loss": mean_of(router_loss, tokens),
+        "moe/load_max": Metric(total=load_max, reduction="max"),
+    }
+    return loss, {**metrics, **jax.lax.stop_gradient(found)}
+
+
 def token_local(config: AlgoConfig) -> bool:
     """Whether the loss of a token depends on nothing of the other tokens (see ``ops.policy_loss``)."""
     corrected = config.sampler_correction != "none" and not config.supervised

@@ -20,7 +20,7 @@ from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import AFTER_ATTENTION, Cache, Context, Layer, RMSNorm, embed, param
-from jaxrl.models.moe import router_loss
+from jaxrl.models.moe import largest_load, router_loss
 from jaxrl.ops.attention import SAVED, Implementation
 from jaxrl.ops.decode_attention import Pages
 
@@ -110,17 +110,22 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, context: Context, remat: str = "none"
-    ) -> tuple[jax.Array, jax.Array]:
-        """[B, T] -> hidden states [B, T, D] after the final norm, and the router loss (0 without experts)."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[B, T] -> hidden states [B, T, D] after the final norm, and of the experts ``router_loss`` and
+        ``load_max`` (see ``moe.py``; 0 without experts)."""
         config = self.config
         experts = config.moe.num_experts if config.moe else 0
-        carry = (self.embed_tokens(tokens, context), (jnp.zeros(experts), jnp.zeros(experts)))
+        router = (jnp.zeros(experts), jnp.zeros(experts), jnp.zeros(()))
+        carry = (self.embed_tokens(tokens, context), router)
 
         def apply(kind, layer, carry):
             x, router = carry
             x = checkpoint_name(x, INPUT)
             x, _, new = layer(x, kind, context)
-            return x, jax.tree.map(jnp.add, router, new) if new else router
+            if new:
+                (counts, probs, most), (own, own_probs) = router, new
+                router = counts + own, probs + own_probs, jnp.maximum(most, own.max())
+            return x, router
 
         def with_remat(function, *, scanned):
             if remat == "none":
@@ -147,16 +152,17 @@ class Decoder(nnx.Module):
                 return apply(kind, nnx.merge(graph, params), carry)
 
             carry = with_remat(single, scanned=False)(params, carry)
-        x, (counts, probs) = carry
-        loss = jnp.zeros(())
+        x, (counts, probs, most) = carry
+        found = {"router_loss": jnp.zeros(()), "load_max": jnp.zeros(())}
         if config.moe:
             real = (
                 jnp.sum(context.segment_ids > 0)
                 if context.segment_ids is not None
                 else jnp.asarray(tokens.size)
             )
-            loss = router_loss(counts, probs, real, config.num_layers)
-        return context.constrain(self.norm(x), "batch", None, None), loss
+            found["router_loss"] = router_loss(counts, probs, real, config.num_layers)
+            found["load_max"] = largest_load(most, real, config.moe)
+        return context.constrain(self.norm(x), "batch", None, None), found
 
     def extend(
         self, tokens: jax.Array, context: Context, cache: dict[str, Cache]

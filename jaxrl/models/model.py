@@ -93,8 +93,9 @@ class Model:
         a ``layout`` those are the segments of its attention rows.
 
         Returns:
-            [B, T, D] in the compute dtype after the final norm, and {"router_loss": float32 scalar, 0 without
-            experts}. The router loss counts each token of [B, T] once, so that a shared prompt counts once.
+            [B, T, D] in the compute dtype after the final norm, and of the experts {"router_loss",
+            "load_max"}: float32 scalars, 0 without experts (see ``moe.py``). They count each token of [B, T]
+            once, so that a shared prompt counts once.
         """
         decoder = self._decoder(params)
         context = decoder.context(
@@ -105,8 +106,7 @@ class Model:
             attention=self.attention,
             mesh=self.mesh,
         )
-        hidden, router_loss = decoder(tokens, context, self.remat)
-        return hidden, {"router_loss": router_loss}
+        return decoder(tokens, context, self.remat)
 
     def head(self, params: Params) -> jax.Array:
         """[V, D] output head; logits are hidden @ head.T, then capped by ``config.final_soft_cap``."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.models.config import ModelConfig
+from jaxrl.models.config import ModelConfig, MoeConfig
 from jaxrl.models.layers import Context, param
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices
@@ -63,3 +63,14 @@ def router_loss(counts: jax.Array, probs: jax.Array, num_tokens: jax.Array, num_
     """
     total = jnp.maximum(num_tokens * num_layers, 1).astype(jnp.float32)
     return counts.shape[0] * jnp.sum(counts / total * probs / total)
+
+
+def largest_load(most: jax.Array, num_tokens: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Tokens of the busiest expert of any layer as a multiple of an even share; 1 is balance, E / k the most.
+
+    Args:
+        most: largest count over experts and layers.
+        num_tokens: real tokens of the batch.
+    """
+    even = jnp.maximum(num_tokens, 1) * moe.experts_per_token / moe.num_experts
+    return most / even
