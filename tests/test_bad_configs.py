@@ -83,6 +83,8 @@ OVERRIDES = [
     ("environment.name=calculator environment.turns=0", "environment.turns", "at least 1"),
     ("algo.name=grop", "algo.name", "did you mean 'grpo'"),
     ("algo.clip_low=2", "algo.clip_low", "0 to 1"),
+    ("algo.router_loss_coef=0.1", "algo.router_loss_coef", "no experts"),
+    ("algo.router_loss_coef=-1", "algo.router_loss_coef", "at least 0"),
     # Statistically broken
     ("rollout.group_size=1", "rollout.group_size", "at least 2"),
     ("rollout.top_p=0.9", "rollout.top_p", "another distribution"),
