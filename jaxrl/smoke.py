@@ -357,15 +357,21 @@ def _try_environment(parts: Assembly, prompts: list[Any], stages: Stages) -> Non
     config = parts.config
     with stages.stage("environment") as found:
         environment = dataclasses.replace(config.environment, pool=PoolConfig())
+        asked: list[list[Any]] = []
         with contextlib.closing(EnvironmentPool(environment)) as pool:
             for number, prompt in enumerate(prompts):
                 turn = {"role": "assistant", "content": _reference(parts, prompt.example) or ""}
                 messages = [*parts.renderer.opening(prompt.example, prompt.text), turn]
+                asked.append(messages)
                 call = environment_calls.Call(episode=number, messages=messages, example=prompt.example)
                 pool.submit(call)
             outcomes: list[environment_calls.Outcome] = []
             while len(outcomes) < len(prompts):
-                outcomes += [outcome for _, outcome in pool.poll(block=True)]
+                for number, outcome in pool.poll(block=True):
+                    outcomes.append(outcome)
+                    if outcome.messages and not outcome.done:  # does the template show them?
+                        prompt, said = prompts[number], [*asked[number], *outcome.messages]
+                        parts.renderer.following(said, prompt.text, prompt.example)
         failures = [o.failure for o in outcomes if o.failure]
         if len(failures) == len(outcomes):
             raise UserCodeError(f"the environment failed ({failures[0][0]}): {failures[0][1]}")

@@ -108,6 +108,7 @@ def test_the_small_run_keeps_every_part(arguments, rehearsed, capsys):
         ("rewards.terms=[{name: 'FOLDER/mine.py:broken'}]", 3, "a mistake of mine"),
         ("rewards.terms=[{name: 'FOLDER/mine.py:hangs'}]", 3, "no answer within timeout_seconds"),
         ("environment.name=FOLDER/mine.py:Broken", 3, "a mistake of the environment"),
+        ("environment.name=FOLDER/mine.py:Unseen", 2, "leaves out message 3 of the role tool"),
     ],
 )
 def test_a_mistake_ends_it_with_its_own_code(
@@ -128,8 +129,23 @@ class Broken:
 
     def step(self, messages, state):
         pass
+
+from jaxrl.environments import Step
+
+class Unseen:
+    def reset(self, example):
+        return 0
+
+    def step(self, messages, state):
+        return Step(observation="nobody reads this")
 """)
     extra = ["rewards.timeout_seconds=0.1"] if "hangs" in override else []
+    if "Unseen" in override:
+        (tmp_path / "t.jinja").write_text(
+            "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        extra = [f"data.chat_template={tmp_path}/t.jinja", "data.chat_template_args={}"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run_cli(smoke.main, [*arguments, override.replace("FOLDER", str(tmp_path)), *extra]) == code
     assert not rehearsed

@@ -65,7 +65,7 @@ def text(found: Any, name: str, key: str) -> str:
     if found is None:
         raise ConfigError(f"column {name!r} is null", key)
     if isinstance(found, str):
-        return _valid(str(found), f"column {name!r}", key)
+        return valid(str(found), f"column {name!r}", key)
     if isinstance(found, Decimal) and found.is_finite():
         return format(found, "f")
     number = isinstance(found, numbers.Real) and not isinstance(found, bool)
@@ -130,12 +130,12 @@ def tools(found: Any, name: str, key: str, *, drop_nulls: bool) -> list[dict[str
         found = [_parsed(t, f"{name}[{i}]", key) if isinstance(t, str) else t for i, t in enumerate(found)]
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise ConfigError(f"column {name!r} holds {_shown(found)}; expected a list of tools", key)
-    return _plain(found, name, key, drop_nulls)
+    return plain(found, name, key, drop_nulls)
 
 
 def _message(given: Row, where: str, key: str, drop_nulls: bool) -> dict[str, Any]:
     present = {k: v for k, v in given.items() if v is not None}
-    message = _plain(present, where, key, drop_nulls)
+    message = plain(present, where, key, drop_nulls)
     content = message.get("content", "")
     if not isinstance(content, str | list | dict):
         raise ConfigError(f"{where}.content holds {_shown(content)}; expected text", key)
@@ -153,23 +153,27 @@ def _message(given: Row, where: str, key: str, drop_nulls: bool) -> dict[str, An
             arguments = _parsed(called["arguments"], place, key)
             if not isinstance(arguments, dict):
                 raise ConfigError(f"{place} holds {_shown(called['arguments'])}; expected a JSON object", key)
-            called["arguments"] = _plain(arguments, place, key, drop_nulls=False)
+            called["arguments"] = plain(arguments, place, key, drop_nulls=False)
     return message
 
 
-def _plain(found: Any, where: str, key: str, drop_nulls: bool) -> Any:
-    """``found`` in JSON's own types."""
+def plain(found: Any, where: str, key: str, drop_nulls: bool = False) -> Any:
+    """``found`` in JSON's own types.
+
+    Raises:
+        ConfigError: as ``messages``; says ``where``.
+    """
     if isinstance(found, np.generic):
         found = found.item()
     if isinstance(found, str):
-        return _valid(str(found), where, key)
+        return valid(str(found), where, key)
     if found is None or isinstance(found, bool | int) or (isinstance(found, float) and math.isfinite(found)):
         return found
     if isinstance(found, Mapping):
         items = ((str(k), v) for k, v in found.items() if not (drop_nulls and v is None))
-        return {_valid(k, where, key): _plain(v, f"{where}.{k}", key, drop_nulls) for k, v in items}
+        return {valid(k, where, key): plain(v, f"{where}.{k}", key, drop_nulls) for k, v in items}
     if isinstance(found, list | tuple):
-        return [_plain(v, f"{where}[{i}]", key, drop_nulls) for i, v in enumerate(found)]
+        return [plain(v, f"{where}[{i}]", key, drop_nulls) for i, v in enumerate(found)]
     raise ConfigError(
         f"{where} holds {_shown(found)}; expected text, finite numbers, true, false, lists and objects", key
     )
@@ -182,7 +186,8 @@ def _parsed(given: str, where: str, key: str) -> Any:
         raise ConfigError(f"{where} holds {_shown(given)}, which is not JSON: {error}", key) from None
 
 
-def _valid(given: str, where: str, key: str) -> str:
+def valid(given: str, where: str, key: str) -> str:
+    """``given``; a ConfigError that says ``where`` if it cannot be written as UTF-8."""
     if half := _SURROGATE.search(given):
         raise ConfigError(
             f"{where} has half of a surrogate pair, {half.group()!r}, at character {half.start()}; expected "

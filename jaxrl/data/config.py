@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl.config import factory, setting
+from jaxrl.config import ConfigError, factory, setting
+from jaxrl.data import columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,11 @@ class DataConfig:
                     yield name, "has no effect with chat_template: none, which sends the prompt as plain text"
         elif self.chat_template != "auto" and not Path(self.chat_template).expanduser().is_file():
             yield "chat_template", f"{self.chat_template!r} is neither auto, none nor a file that exists"
+        for name in ("prompt", "completion", "system_prompt", "chat_template_args"):
+            try:
+                columns.plain(getattr(self, name), "it", name)
+            except ConfigError as error:
+                yield from error.problems
         if self.tools and "tools" in self.chat_template_args:
             yield "tools", "is set in chat_template_args too; expected one of them"
         if not self.messages:

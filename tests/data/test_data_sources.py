@@ -74,6 +74,16 @@ def test_parquet_of_another_kind_is_refused(tmp_path):
         rows_of(source="parquet", path=str(tmp_path / "*.pq"))
 
 
+def test_parquet_maps_are_objects_and_text_has_to_be_utf_8(tmp_path):
+    maps = pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64()))
+    text = pa.array([b"x", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"m": maps, "t": text}), tmp_path / "rows.parquet")
+    source = open_source(DataConfig(source="parquet", path=str(tmp_path / "rows.parquet")))
+    assert source[0] == {"m": {"k": 1}, "t": "x"}
+    with pytest.raises(ConfigError, match=r"data.path: row 1 has text that is not UTF-8"):
+        source[1]
+
+
 def test_gsm8k_adds_the_number(fixtures, tmp_path):
     rows = rows_of(source="gsm8k", path=str(fixtures / "data/arithmetic_test.jsonl"))
     assert len(rows) == 100
@@ -204,6 +214,9 @@ def test_settings_that_cannot_work_are_found_without_reading(tmp_path):
     assert problems(options={"digits": 12, "operators": "+"}).keys() == {"options.digits"}
     assert problems(options={"operators": "+/"}).keys() == {"options.operators"}
     assert problems(options={"label_noise": 1.5}).keys() == {"options.label_noise"}
+    for name in ("prompt", "completion", "system_prompt"):
+        assert "surrogate" in problems(**{name: "a\ud83d"})[name]
+    assert problems(chat_template_args={"a": ["\ud83d"]}).keys() == {"chat_template_args"}
     assert problems(options={"split": "test"}).keys() == {"options.split"}
     assert problems(prompts_per_step=0, workers=-1, epochs=0, limit=0, max_prompt_tokens=0).keys() == {
         "prompts_per_step", "workers", "epochs", "limit", "max_prompt_tokens"

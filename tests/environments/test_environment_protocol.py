@@ -45,6 +45,8 @@ def test_reset_comes_before_the_first_step_only():
         Step(state=object()),
         Step(observation=[{"role": "tool"}]),
         Step(observation=3),
+        Step(observation="half a pair: \ud83d"),
+        Step(observation=[{"role": "tool", "content": "x", "score": float("nan")}]),
         Step(metrics={"a": float("nan")}),
         Step(metrics={"turns_mean": 1.0}),  # environment/turns_mean is measured for every environment
         Step(metrics={"errors": 1.0}),

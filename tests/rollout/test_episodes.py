@@ -12,7 +12,7 @@ import pytest
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
 from jaxrl.compilations import CompilationCounter
-from jaxrl.config import UserCodeError
+from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -290,7 +290,7 @@ def test_turns_after_an_answer_have_the_ids_of_the_whole_conversation(trained, t
     config = EnvironmentConfig(name=f"{USER}:Echo", args={"room": 6}, workers=0, observation_tokens=20)
     with contextlib.closing(MultiTurn(config, renderer, tokenizer)) as parts:
         prompts = make_prompts(parts, "a")
-        episodes = Episodes(parts, prompts, 1, limits=[99], stop_ids=[trained.eos_token_id])
+        episodes = Episodes(parts, prompts, 1, limits=[99])
         text, ids = prompts.texts[0], prompts.tokens[0].tolist()
         for turn in (1, 2):
             sampled = tokenizer.encode_after(text, f" foo bar{turn}</s>")
@@ -326,6 +326,23 @@ def test_rewards_read_one_text_however_a_sample_ended(model, multi_turn, keep):
     assert "length" in ended
     # Each kind of end has special tokens in its texts, or none has.
     assert all(any(seen) == keep for seen in ended.values())
+
+
+def test_answers_that_the_template_does_not_show_are_refused(multi_turn, tmp_path, caplog):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    data = DataConfig(chat_template=str(tmp_path / "t.jinja"))
+    said = "data.chat_template: the chat template leaves out message 2 of the role tool"
+    with pytest.raises(ConfigError, match=said):
+        MultiTurn(EnvironmentConfig(name="calculator", workers=0), Renderer(data, TOKENIZER), TOKENIZER)
+    parts = multi_turn(data=data)
+    assert said in caplog.text
+    episodes = Episodes(parts, make_prompts(parts, "a"), 1, limits=[99])
+    episodes.turn_ended(0, [9, EOS], [0.0, 0.0], stopped=True, text="", overshoot=0)
+    with pytest.raises(ConfigError, match=said):
+        list(episodes.poll(block=True))
 
 
 def test_limits(model, multi_turn):
