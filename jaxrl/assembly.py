@@ -26,6 +26,7 @@ from jaxrl.data.chat import Renderer
 from jaxrl.data.packing import BatchShape
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.models import Model, ModelConfig, hf
+from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.weights import Refresh, make_refresh
@@ -246,6 +247,13 @@ def join(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} "
             "(vocab_size): they do not belong together",
             "model.tokenizer",
+        )
+    if config.samples_completions:
+        check_context(
+            model_config.max_positions,
+            config.data.max_prompt_tokens,
+            config.max_new_tokens,
+            "data.max_prompt_tokens",
         )
     model = Model(
         model_config,

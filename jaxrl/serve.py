@@ -23,7 +23,7 @@ from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import Model, hf
 from jaxrl.models.config import DTYPES
-from jaxrl.rollout.config import Sampling
+from jaxrl.rollout.config import Sampling, check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.sharding import MeshConfig, make_mesh
@@ -45,7 +45,10 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(str(folder), "--model")
     template = "auto" if tokenizer.has_chat_template else "none"
     mesh = make_mesh(MeshConfig(tensor=given.tensor))
-    model = Model(hf.load_config(folder), compute_dtype=given.dtype, mesh=mesh if mesh.size > 1 else None)
+    model_config = hf.load_config(folder)
+    limits = given.max_prompt_tokens, given.max_new_tokens
+    check_context(model_config.max_positions, *limits, "--max-prompt-tokens")
+    model = Model(model_config, compute_dtype=given.dtype, mesh=mesh if mesh.size > 1 else None)
     refresh = make_refresh(model, mesh, jnp.dtype(given.dtype))
     params = refresh(hf.load_params(folder, model, mesh, given.dtype))
     sampling = Sampling(

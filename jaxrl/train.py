@@ -144,13 +144,14 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 # 1 to 6: what to learn from.
                 gathered = gather(r, state.params, rollout_params, step, updates)
                 if gathered is None:
-                    logger.warning("the data ended after step %d of %d", done, r.total_steps)
+                    tell_data_ended(r, done, updates)
                     break
                 sequences, metrics = gathered
                 # 7: the update; from here on the step counts.
                 state, found = update(r, state, sequences, step)
                 metrics |= found
                 done, position = step, r.data.get_state()
+                last = step == r.total_steps or r.data.ended
                 before, updates, failed = updates, int(state.updates), int(state.skipped_in_a_row)
                 metrics["optim/learning_rate"] = float(programs.schedule(max(before, updates - 1)))
                 # 8: the sampler gets the new weights, in the place of the old ones.
@@ -159,7 +160,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                         rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
                 # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
                 # knows.
-                if _due(config.eval.every, step) or (config.eval.at_end and step == r.total_steps):
+                if _due(config.eval.every, step) or (config.eval.at_end and last):
                     pending = metrics
                     metrics = metrics | evaluation(r, rollout_params, step, updates)
                 latest, pending = latest | metrics, None
@@ -167,7 +168,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 if step == first:
                     compilations.forget()
                 compilations.check(step)
-                if _due(config.checkpoint.every, step) or step == r.total_steps:
+                if _due(config.checkpoint.every, step) or last:
                     save()
                     saved = step
                 if failed >= config.algo.max_consecutive_skipped:
@@ -176,6 +177,9 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                         "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
                         "Lower optim.learning_rate, or look at the last samples"
                     )
+                if last and step < r.total_steps:
+                    tell_data_ended(r, done, updates)
+                    break
         except Interrupted as left:
             interrupted = True
             tell_interrupted(r, done, left, pending is not None)
@@ -203,6 +207,19 @@ def tell_interrupted(r: Run, done: int, left: Interrupted, evaluating: bool) -> 
             left.samples,
             left.tokens,
         )
+
+
+def tell_data_ended(r: Run, done: int, updates: int) -> None:
+    """The run ends before its last step, and its schedule with it."""
+    logger.warning(
+        "the data ended after step %d of %d: optim.schedule (%s) is laid out for %d steps, and the learning "
+        "rate ended at %.3g",
+        done,
+        r.total_steps,
+        r.parts.config.optim.schedule,
+        r.total_steps,
+        float(r.programs.schedule(max(updates - 1, 0))),
+    )
 
 
 def gather(
@@ -290,6 +307,7 @@ def open_run(
     checkpoints = stack.enter_context(open_run_dir(config))
     data = stack.enter_context(contextlib.closing(open_data(parts)))
     total = total_steps(config, len(data.examples))
+    tell_total(config, len(data.examples), total)
     programs = parts.programs(total * config.algo.updates_per_rollout)
     if config.executables:
         executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
@@ -331,9 +349,10 @@ def open_data(parts: Assembly) -> PromptIterator | SftIterator:
     config = parts.config
     if config.algo.supervised:
         key = "batch.row_tokens" if config.batch.row_tokens else "data.max_prompt_tokens"
-        return SftIterator(
-            config.data, parts.tokenizer, config.seed, max_tokens=parts.longest_tokens, max_tokens_key=key
-        )
+        longest, context = parts.longest_tokens, parts.model.config.max_positions
+        if context < longest:
+            longest, key = context, "the model's max_position_embeddings"
+        return SftIterator(config.data, parts.tokenizer, config.seed, longest, max_tokens_key=key)
     return PromptIterator(config.data, parts.tokenizer, config.seed)
 
 
@@ -345,6 +364,31 @@ def total_steps(config: RunConfig, rows: int) -> int:
         return config.steps
     there = -(-rows * config.data.epochs // config.data.prompts_per_step)
     return there if config.steps is None else min(config.steps, there)
+
+
+def tell_total(config: RunConfig, rows: int, total: int) -> None:
+    """Where the data decides how long the run is, and its schedules with it."""
+    if config.data.epochs is None:
+        return
+    if config.steps is not None and total < config.steps:
+        logger.warning(
+            "data.epochs %d gives %d steps, fewer than steps %d; the run and its schedules have %d",
+            config.data.epochs,
+            total,
+            config.steps,
+            total,
+        )
+    prompts = config.data.prompts_per_step * (1 + config.algo.dynamic_sampling_rounds)
+    fewest = -(-rows * config.data.epochs // prompts)
+    if config.algo.dynamic_sampling and fewest < total:
+        logger.warning(
+            "algo.dynamic_sampling can use up the data after %d of %d steps; optim.schedule (%s) is laid out "
+            "for %d. steps gives the run a length that does not depend on the samples",
+            fewest,
+            total,
+            config.optim.schedule,
+            total,
+        )
 
 
 def _due(every: int, step: int) -> bool:

@@ -282,6 +282,52 @@ def test_dynamic_sampling_refills_up_to_its_cap(configure):
     assert logged["optim/skipped"] == 1
 
 
+def test_data_that_ends_early_is_evaluated_and_saved(configure, caplog):
+    """Dynamic sampling uses up the rows: how many steps they give is known only when they are gone."""
+    config = configure(
+        "algo.name=dapo",
+        "rewards.terms.0.name=PLACE/rewards.py:never",
+        "algo.dynamic_sampling_rounds=1",
+        "data.epochs=1",
+        "steps=9",
+        "checkpoint.every=0",
+        "eval.at_end=true",
+        "eval.limit=2",
+        "optim.schedule=cosine",
+    )
+    with caplog.at_level("WARNING", "jaxrl"):
+        assert train.run(config) == 0
+    logged = metrics_of(config)
+    assert [line["step"] for line in logged] == [1, 2]
+    assert logged[0]["algo/sampled_groups"] == 8 and logged[1]["algo/sampled_groups"] == 2
+    assert ["eval/length_mean" in line for line in logged] == [False, True]
+    assert Checkpoints.list_steps(config.run_dir) == [2]
+    assert "data.epochs 1 gives 3 steps, fewer than steps 9" in caplog.text
+    assert "can use up the data after 2 of 3 steps; optim.schedule (cosine) is laid out for 3" in caplog.text
+    assert "the data ended after step 2 of 3" in caplog.text
+
+
+def test_a_finite_number_of_epochs_is_the_length_of_the_schedule(configure, caplog):
+    config = configure.supervised(
+        "data.epochs=1", "steps=null", "checkpoint.every=0", "optim.schedule=linear", "optim.final_fraction=0"
+    )
+    with caplog.at_level("WARNING", "jaxrl"):
+        train.run(config)
+    rates = [line["optim/learning_rate"] for line in metrics_of(config)]
+    np.testing.assert_allclose(rates, [1e-2, 1e-2 * 2 / 3, 1e-2 / 3], rtol=1e-6)
+    assert Checkpoints.list_steps(config.run_dir) == [3] and "ended" not in caplog.text
+
+
+def test_what_does_not_fit_the_models_context_is_refused_by_name(configure):
+    context = "model.scratch.max_position_embeddings=8"
+    with pytest.raises(ConfigError, match=r"6 \+ max_new_tokens 6 = 12 tokens, but the model's context is 8"):
+        train.run(configure(context))
+    with pytest.raises(ConfigError, match=r"max_position_embeddings: all 10 rows"):
+        train.run(configure.supervised("model.scratch.max_position_embeddings=4", "steps=1"))
+    with pytest.raises(ConfigError, match=r"overlong: row 0 has \d+ tokens.*max_position_embeddings 4"):
+        train.run(configure.supervised("model.scratch.max_position_embeddings=4", "data.overlong=error"))
+
+
 def test_errors_of_user_code_are_the_users(configure):
     config = configure("rewards.terms.0.name=PLACE/rewards.py:broken", "rewards.on_error=stop")
     with pytest.raises(UserCodeError, match="my own mistake"):

@@ -16,7 +16,7 @@ from jaxrl.data import columns
 from jaxrl.data.columns import Row, fill
 from jaxrl.data.config import DataConfig
 from jaxrl.data.shown import Shown, printed_object
-from jaxrl.data.tokenizer import Message, Tokenizer
+from jaxrl.data.tokenizer import BUILTIN, Message, Tokenizer
 from jaxrl.data.turns import TurnEnd, find_turn_end, first_token
 
 
@@ -293,7 +293,9 @@ class Renderer:
         try:
             text = render(messages)
         except ConfigError as error:
-            key, why = f"{self.section}.chat_template", error.problems[0][1]
+            own = f"of the tokenizer {self.tokenizer.folder or BUILTIN}"
+            name = own if self.template is None else repr(self.config.chat_template)
+            key, why = f"{self.section}.chat_template", f"{error.problems[0][1]} (the template {name})"
             if messages[0]["role"] == "system" and len(messages) > 1:
                 with contextlib.suppress(ConfigError):
                     render(messages[1:])

@@ -33,7 +33,7 @@ class Examples:
 
     Raises:
         ConfigError: with the number of the row; or no row is left; or one is longer, with ``overlong``
-            "error".
+            "error"; or rows are empty or have nothing to learn.
     """
 
     def __init__(
@@ -49,30 +49,42 @@ class Examples:
         self.rows, self.make, self.section = rows, make, section
         self.fingerprint = 0
         """Checksum of the ids of all rows that are left."""
-        kept, next_report = [], time.monotonic() + 10
+        kept: list[int] = []
+        dropped: list[int] = []
+        unusable: dict[tuple[str, str], list[int]] = {}
+        next_report = time.monotonic() + 10
         for index in range(len(rows)):
-            tokens = self._made(index).tokens
-            if len(tokens) <= max_tokens:
+            made = self._made(index)
+            if problem := _problem(made, rows.config):
+                unusable.setdefault(problem, []).append(index)
+            elif len(made.tokens) <= max_tokens:
                 kept.append(index)
-                self.fingerprint = zlib.crc32(tokens.tobytes(), self.fingerprint)
+                self.fingerprint = zlib.crc32(made.tokens.tobytes(), self.fingerprint)
             elif overlong == "error":
                 raise ConfigError(
-                    f"row {index} has {len(tokens)} tokens, more than {key} {max_tokens}; needed is a larger "
-                    "limit, or drop to leave such rows out",
+                    f"row {index} has {len(made.tokens)} tokens, more than {key} {max_tokens}; needed is a "
+                    "larger limit, or drop to leave such rows out",
                     f"{section}.overlong",
                 )
+            else:
+                dropped.append(index)
             if time.monotonic() > next_report:
                 logger.info("%s: read %d of %d rows", section, index + 1, len(rows))
                 next_report += 10
+        if unusable:
+            raise ConfigError(
+                [(f"{section}.{k}", f"{_rows(where)}: {text}") for (k, text), where in unusable.items()]
+            )
         self.kept = np.array(kept, np.int64)
         """[n] numbers of the rows that are left."""
         logger.info(
-            "%s: dropped %d of %d rows longer than %s %d tokens",
+            "%s: dropped %d of %d rows longer than %s %d tokens%s",
             section,
-            len(rows) - len(kept),
+            len(dropped),
             len(rows),
             key,
             max_tokens,
+            f": {_rows(dropped)}" if dropped else "",
         )
         if not kept:
             raise ConfigError(f"all {len(rows)} rows are longer than {max_tokens} tokens", key)
@@ -91,6 +103,27 @@ class Examples:
             raise ConfigError(
                 [(k, f"row {index}: {text}") for k, text in error.problems]
             ) from error.__cause__
+
+
+def _problem(made: Prompt | TrainingRow, config: DataConfig) -> tuple[str, str] | None:
+    """(key, message) of a row that nothing can be sampled for or learned from."""
+    if isinstance(made, Prompt):
+        empty = not len(made.tokens) or not made.text
+        key = "messages" if config.messages else "prompt"
+        return (key, "the prompt is empty; it must have at least one token") if empty else None
+    # No token comes before the first, which therefore is never predicted.
+    if not np.any(made.loss_mask[1:]):
+        key = "messages" if config.messages else "completion"
+        return key, "there is nothing to learn: no token of an answer follows another token"
+    return None
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    """Rows by number, the first few where they are many."""
+    if len(numbers) == 1:
+        return f"row {numbers[0]}"
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"rows {', '.join(map(str, numbers[:5]))}{more}"
 
 
 def prompt_examples(config: DataConfig, tokenizer: Tokenizer, section: str = "data") -> Examples:
@@ -136,6 +169,11 @@ class _Resumable:
         """Continue from ``state``. When data, templates, tokenizer or seed are not the same: ConfigError, or,
         not ``strict``, a warning."""
         self._stream.set_state(state, strict)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left, so that the next one would be empty."""
+        return self._stream.ended
 
     def close(self) -> None:
         """Stop worker processes; using the iterator again starts them."""

@@ -73,6 +73,11 @@ class Stream:
         self.position += len(items)
         return items
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last epoch has been read to its end."""
+        return self._epochs is not None and self.position >= self._epochs * len(self.dataset)
+
     def get_state(self) -> dict[str, Any]:
         """JSON-able; ``set_state`` of it continues with the very next item."""
         return {"position": self.position, **self._identity()}

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl import hub
 from jaxrl.config import ConfigError
+from jaxrl.data.template_limits import limit
 
 BUILTIN = "builtin:chars"
 Message = Mapping[str, Any]
@@ -204,6 +205,7 @@ class Tokenizer:
         if chat_template is None and not self.has_chat_template:
             raise ConfigError("the tokenizer has no chat template")
         try:
+            limit(self.hf.get_chat_template(chat_template, variables.get("tools")))
             return self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=chat_template,

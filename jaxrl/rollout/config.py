@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from jaxrl.config import factory, setting
+from jaxrl.config import ConfigError, factory, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,3 +131,14 @@ class RolloutConfig:
     @property
     def sampling(self) -> Sampling:
         return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
+
+
+def check_context(limit: int, max_prompt_tokens: int, max_new_tokens: int, key: str = "") -> None:
+    """ConfigError, at ``key``, for sequences longer than a model's context of ``limit`` tokens."""
+    longest = max_prompt_tokens + max_new_tokens
+    if limit and longest > limit:
+        raise ConfigError(
+            f"max_prompt_tokens {max_prompt_tokens} + max_new_tokens {max_new_tokens} = {longest} tokens, "
+            f"but the model's context is {limit} tokens (max_position_embeddings): lower one of the two",
+            key,
+        )

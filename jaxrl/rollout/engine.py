@@ -25,6 +25,7 @@ from jaxrl.config import ConfigError
 from jaxrl.models import Model
 from jaxrl.ops.decode_attention import Implementation, Pages
 from jaxrl.ops.token_log_probs import scaled_logits
+from jaxrl.rollout.config import check_context
 from jaxrl.rollout.kv_cache import ROWS, KvCache, last_hidden
 from jaxrl.rollout.pages import PageTables, geometry
 from jaxrl.rollout.sampling import SamplingArrays, sample
@@ -72,13 +73,7 @@ class Engine:
         decode_attention: Implementation | None = None,
         multi_turn: bool = False,
     ):
-        limit = model.config.max_positions
-        if limit and max_prompt_tokens + max_new_tokens > limit:
-            raise ConfigError(
-                f"data.max_prompt_tokens {max_prompt_tokens} + max_new_tokens {max_new_tokens} = "
-                f"{max_prompt_tokens + max_new_tokens} tokens, but the model's context is {limit} tokens "
-                "(max_position_embeddings): lower one of the two"
-            )
+        check_context(model.config.max_positions, max_prompt_tokens, max_new_tokens)
         self.model, self.mesh = model, mesh
         self.shards = batch_shards(mesh)
         per_shard = -(-slots // self.shards)

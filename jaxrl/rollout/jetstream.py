@@ -10,7 +10,7 @@ import codecs
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 _handlers, _level = list(logging.root.handlers), logging.root.level
 from jetstream.core import orchestrator, server_lib  # noqa: E402
+from jetstream.core.proto import jetstream_pb2  # noqa: E402
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # noqa: E402
 
 # Importing the orchestrator makes the whole program log every step to standard output.
@@ -150,6 +151,30 @@ class JetStreamEngine(engine_api.Engine):
         """A power of two from 16 to 32768, as JetStream's padding of ids that a client sends wants it."""
         return max(16, 1 << (self._engine.max_prompt_tokens.bit_length() - 1))
 
+    def refusal(self, request: jetstream_pb2.DecodeRequest) -> str:
+        """Why ``request`` cannot be sampled; empty when it can."""
+        kind = request.WhichOneof("content")
+        if kind is None:
+            return "the request has neither text_content nor token_content"
+        if request.max_tokens < 1:
+            return f"max_tokens is {request.max_tokens}; it must be at least 1"
+        first = not request.session_cache  # JetStream puts BOS before it
+        if kind == "token_content":
+            ids = list(request.token_content.token_ids)
+            empty, length = not ids, len(ids) + (first and self._tokenizer.bos_id != _NO_BOS)
+            vocab = self._engine.vocab_limit or self._engine.model.config.vocab_size
+            if wrong := [i for i in ids if not 0 <= i < vocab]:
+                return f"token id {wrong[0]} is out of range; ids must be from 0 to {vocab - 1}"
+        else:
+            length = self._tokenizer.encode(request.text_content.text, is_bos=first)[1]
+            empty = not request.text_content.text or not length
+        if empty:
+            return "the prompt is empty; it must have at least one token"
+        longest = min(self.max_prefill_length, self._engine.max_prompt_tokens)
+        if length > longest:
+            return f"the prompt has {length} tokens; it must have at most {longest}"
+        return ""
+
     @property
     def mesh(self) -> Mesh:
         return self._engine.mesh
@@ -184,12 +209,6 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray, int]:
         """int32 ids, unpadded, and their number."""
         ids = self._tokenizer.encode_prompt(s) if kwargs.get("is_bos", True) else self._tokenizer.encode(s)
-        longest = kwargs.get("max_prefill_length")
-        if longest and len(ids) > longest:
-            logging.getLogger("jaxrl").warning(
-                "a prompt of %d tokens is cut to its last %d", len(ids), longest
-            )
-            ids = ids[-longest:]
         return np.array(ids, np.int32), len(ids)
 
     def decode(self, token_ids: list[int], **kwargs: Any) -> str:
@@ -249,11 +268,26 @@ def _process_result_tokens(*, tokenizer: JetStreamTokenizer, slot: int, **rest: 
 _PROCESS = token_utils.process_result_tokens
 
 
+class _Service(orchestrator.LLMOrchestrator):
+    """JetStream's own, which lets a bad prompt end the thread that prefills for everybody."""
+
+    async def Decode(self, request: Any, context: Any = None) -> AsyncIterator[Any]:
+        """The parts of the answer; INVALID_ARGUMENT for a request that cannot be sampled."""
+        engine: Any = self._driver._prefill_engines[0]
+        if message := engine.refusal(request):
+            if context is None:
+                raise ValueError(message)
+            await context.abort(server_lib.grpc.StatusCode.INVALID_ARGUMENT, message)
+        async for response in super().Decode(request, context):
+            yield response
+
+
 def start_server(engine: JetStreamEngine, port: int) -> server_lib.JetStreamServer:
     """JetStream's gRPC server over ``engine``; runs in threads until its ``stop``."""
     # JetStream 0.2.2 cleans up prefixes with jax.tree_map, which is gone; ours end with their last reference.
     orchestrator.delete_pytree = lambda prefix: None
     token_utils.process_result_tokens = _process_result_tokens
+    orchestrator.LLMOrchestrator = _Service
     driver = orchestrator.Driver(
         prefill_engines=[engine],
         generate_engines=[engine],

@@ -190,6 +190,57 @@ def test_a_bad_row_is_found_before_the_run_begins(chars, tmp_path):
         PromptIterator(config(source="jsonl", path=str(path), options={}), chars, seed=0)
 
 
+def rows_of(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"source": "jsonl", "path": str(path), "options": {}}
+
+
+GOOD = {"question": "1+1=", "answer": "2"}
+
+
+def test_an_empty_prompt_is_refused_with_its_row(chars, tmp_path, fixtures):
+    settings = rows_of(tmp_path, GOOD, {"question": "", "answer": "3"}, GOOD, *[{"question": ""}] * 6)
+    no_bos = load_tokenizer(str(fixtures / "hf/qwen3"))
+    for tokenizer in (chars, no_bos):
+        with pytest.raises(ConfigError, match=r"data.prompt: rows 1, 3, 4, 5, 6 and 2 more: .*is empty"):
+            PromptIterator(config(**settings, chat_template="none"), tokenizer, seed=0)
+    with pytest.raises(ConfigError, match=r"eval.prompt: row 1: .*is empty"):
+        load_prompts(config(**settings, chat_template="none", limit=3), chars, section="eval")
+
+
+def test_rows_with_nothing_to_learn_are_refused_by_number(tmp_path, fixtures):
+    template = tmp_path / "silent.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}:{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    settings = rows_of(tmp_path, GOOD, {"question": "1", "answer": ""}, {"question": "2", "answer": ""})
+    tokenizer = load_tokenizer(str(fixtures / "hf/qwen3"))
+    with pytest.raises(ConfigError, match=r"data.completion: rows 1, 2: there is nothing to learn"):
+        SftIterator(config(**settings, chat_template=str(template)), tokenizer, seed=0, max_tokens=64)
+
+
+def test_rows_that_are_left_out_are_named(chars, tmp_path, caplog):
+    settings = rows_of(tmp_path, GOOD, GOOD | {"answer": "7" * 30}, GOOD)
+    with caplog.at_level(logging.INFO, "jaxrl"):
+        iterator = SftIterator(config(**settings), chars, seed=0, max_tokens=20)
+    assert "dropped 1 of 3 rows longer than batch.row_tokens 20 tokens: row 1" in caplog.text
+    assert iterator.examples.kept.tolist() == [0, 2]
+
+
+def test_the_end_of_the_data_is_known_when_the_last_row_is_read(chars):
+    iterator = PromptIterator(config(epochs=2), chars, seed=0)
+    read = 0
+    while not iterator.ended:
+        read += len(next(iterator))
+    assert read == 2 * N and not len(iterator.take_more(1))
+    again = PromptIterator(config(epochs=2), chars, seed=0)
+    again.set_state(iterator.get_state())
+    assert again.ended
+    assert not PromptIterator(config(), chars, seed=0).ended
+
+
 def test_held_out_prompts_are_the_first_in_order(chars):
     everything = load_prompts(config(split="test"), chars)
     assert list(everything.ids) == list(range(N))

@@ -163,6 +163,45 @@ def test_32_at_once_get_the_same_as_alone_and_limits_hold(port, folder, expected
     assert [ids for _, ids in answers] == [expected[i][:n] for i, n in enumerate(limits)]
 
 
+def token_request(ids, limit=NEW):
+    from jetstream.core.proto import jetstream_pb2
+
+    content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=ids)
+    return jetstream_pb2.DecodeRequest(token_content=content, max_tokens=limit)
+
+
+def test_a_request_that_cannot_be_sampled_fails_alone(port, folder, expected):
+    import grpc
+    from jetstream.core.proto import jetstream_pb2
+
+    tokenizer = load_tokenizer(str(folder))
+    size = tokenizer.vocab_size
+    bad = {
+        "prompt is empty": [request(""), token_request([])],
+        f"from 0 to {size - 1}": [
+            token_request([5, size]),
+            token_request([-1]),
+            token_request([7, -(2**31)]),
+        ],
+        "max_tokens is": [request(PROMPTS[0], 0), token_request([5], -3)],
+        "at most 64": [request("a" * 65), token_request([5] * 65)],
+        "neither text_content": [jetstream_pb2.DecodeRequest(max_tokens=3)],
+    }
+
+    async def all_at_once():
+        good = [request(PROMPTS[0]), token_request(tokenizer.encode(PROMPTS[1])), token_request([size - 1])]
+        requests = [*[r for group in bad.values() for r in group], *good]
+        return await asyncio.gather(*(ask(port, [r]) for r in requests), return_exceptions=True)
+
+    answers = asyncio.run(all_at_once())
+    for message in [message for message, group in bad.items() for _ in group]:
+        answer = answers.pop(0)
+        assert isinstance(answer, grpc.aio.AioRpcError)
+        assert answer.code() == grpc.StatusCode.INVALID_ARGUMENT and message in answer.details()
+    assert [answer[0][1] for answer in answers[:2]] == expected[:2]
+    assert isinstance(answers[2], list)
+
+
 def test_the_load_tester_gets_the_right_ids(port, folder, expected, monkeypatch):
     # A script beside it, which grades answers with further packages: not asked for here.
     grader = types.ModuleType("eval_accuracy")
