@@ -151,6 +151,8 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
     for name, part in scores.parts.items():
         if np.isfinite(part).any():
             found[f"reward/{name}"] = float(np.nanmean(part))
+        if np.isnan(part).any():
+            found[f"reward/{name}_abstained_fraction"] = float(np.isnan(part).mean())
     return found | episode_metrics(rollouts)
 
 

@@ -66,6 +66,7 @@ def test_what_abstained_is_as_if_it_had_not_been_sampled():
     assert training["rollout/pass_at_1"] == training["reward/mean"] == 1.0
     assert held_out["eval/prompts"] == 1
     assert held_out["eval/abstained_fraction"] == training["rollout/abstained_fraction"] == 0.5
+    assert training["reward/arithmetic_abstained_fraction"] == 0.5
 
     # One of two samples judged, and wrong; the other prompt half right.
     held_out, training = both([0, NAN, 1, 0], ["7", "8", "9", "8"])

@@ -30,7 +30,9 @@ Message = Mapping[str, Any]
 
 _MACHINERY = {"calls", "config", "pool"}
 _DETAIL_CHARACTERS = 6000
-_METRICS = {"turns_mean", "rows_mean", "reward_mean", "errors", "out_of_turns_fraction", "seconds"}
+_METRICS = {
+    "turns_mean", "tokens_mean", "rows_mean", "reward_mean", "errors", "out_of_turns_fraction", "seconds",
+}  # fmt: skip
 """Metrics under ``environment/`` that are measured for every environment."""
 
 

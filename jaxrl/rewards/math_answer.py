@@ -16,6 +16,9 @@ Limits, all of which judge a right answer wrong:
 - Capital letters side by side are a word: ``AB`` is not ``BA``.
 - Two ratios that look like times of day are times: ``10:20`` is not ``5:10``.
 
+And two that may judge a wrong answer right: single letters are compared without regard to case, and numbers
+within inequalities to 15 decimals.
+
 Expressions that could take long (towers of powers, huge factorials, deep nesting, sums and integrals, long
 texts) are compared as text. The time limits of math-verify need the main thread, so they are off; the limit
 of reward workers stands behind the rest.
@@ -33,6 +36,7 @@ from jaxrl.rewards import answer_forms, dates, numerals, units
 from jaxrl.rewards.calls import reference_column
 from jaxrl.rewards.final_answer import FALLBACKS, extract, unmarked
 
+_LETTER = re.compile(rf"{units.TEXT}\s*([a-zA-Z])\s*\}}")
 _MAX_CHARACTERS = 400
 _MAX_DEPTH = 16
 _MAX_POWER = 10_000
@@ -162,10 +166,10 @@ def _value(equation: answer_forms.Equation | None, text: str) -> str | None:
 def _same_list(gold: str, found: str) -> bool | None:
     a, b = ([t] if numerals.read(t) else answer_forms.elements(t) for t in (gold, found))
     one, other = answer_forms.enclosed(gold), answer_forms.enclosed(found)
-    if one and other and one[0] == other[0] and min(len(one[1]), len(other[1])) > 1:
+    if one and other and one[0] == other[0] and ("{" in one[0] or max(len(one[1]), len(other[1])) > 1):
         if "{" not in one[0]:
             return _in_order(one[1], other[1])
-        return _in_any_order(one[1], other[1]) or None
+        return _in_any_order(one[1], other[1]) if len(one[1]) == len(other[1]) else None
     if max(len(a), len(b)) < 2:
         return None
     for inside, outside in ((one, b), (other, a)):
@@ -245,6 +249,7 @@ def _reference(gold: str | None) -> str | None:
 
 
 def _clean(text: str) -> str:
+    text = _LETTER.sub(r" \1", text)
     for _ in range(2):  # marks can stand inside of brackets, and the other way round
         text = numerals.clean(unmarked(text))
     return text

@@ -41,6 +41,7 @@ _TOKEN = re.compile(
     r"|\^\s*\{?\s*(?P<power>-?\d)\s*\}?|(?P<per>/|per(?![a-zA-Z]))"
     rf"|(?P<currency>{CURRENCY}|¢)|(?P<word>[A-Za-z]+(?:[-'][A-Za-z]+)*)"
 )
+_ANGLE_WITHIN = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _START = re.compile(rf"\s|{TEXT}|\^\s*\{{?\s*\\circ|(?<=[\d}})])(?=[a-zA-Z])")
 
 
@@ -136,7 +137,7 @@ def split(text: str) -> tuple[str, Unit]:
     r"""(value, unit) of an expression with a unit at its end: ``5\sqrt{2}\text{ cm}``."""
     for match in _START.finditer(text):
         value, suffix = text[: match.start()].rstrip(), text[match.start() :]
-        if not value or value[-1] in r"\^_=<>+-*/({[,&":
+        if not value or value[-1] in r"\^_=<>+-*/({[,&" or _ANGLE_WITHIN.search(value):
             continue
         unit = read(suffix)
         if not unit:

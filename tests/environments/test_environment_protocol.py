@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl
 from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.environments import EnvironmentConfig, Step
 from jaxrl.environments.calls import Call, load, outcome, run
@@ -48,14 +49,22 @@ def test_reset_comes_before_the_first_step_only():
         Step(observation="half a pair: \ud83d"),
         Step(observation=[{"role": "tool", "content": "x", "score": float("nan")}]),
         Step(metrics={"a": float("nan")}),
-        Step(metrics={"turns_mean": 1.0}),  # environment/turns_mean is measured for every environment
-        Step(metrics={"errors": 1.0}),
     ],
 )
 def test_what_cannot_be_used_fails_the_call(step):
     found = call(step, state=0)
     assert found.failure is not None and found.failure[0] == "type"
     assert outcome(vars(found)).failure == found.failure
+
+
+def test_no_metric_takes_the_place_of_one_of_the_program():
+    """Every metric ``environment/...`` that the program itself writes, found in its text."""
+    files = Path(jaxrl.__file__).parent.rglob("*.py")
+    own = {name for file in files for name in re.findall(r'"environment/(\w+)"', file.read_text())}
+    assert {"turns_mean", "errors", "seconds"} <= own
+    for name in own:
+        found = call(Step(metrics={name: 1.0, "mine": 2.0}), state=0)
+        assert found.failure[0] == "type" and name in found.failure[1] and "mine" not in found.failure[1]
 
 
 def test_an_exception_comes_with_its_traceback():
