@@ -6,6 +6,7 @@ Training, evaluation, export and planning all build these here, so that they run
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl import ends
+from jaxrl import distributed, ends
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError
@@ -234,7 +235,20 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
         model_config = hf.load_config(folder)
     else:
         model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
-    return join(config, mesh, tokenizer, model_config, folder)
+    return _dated(join(config, mesh, tokenizer, model_config, folder))
+
+
+def _dated(parts: Assembly) -> Assembly:
+    """``parts`` whose chat templates print one date, today's if the settings name none."""
+    data, rewards = parts.config.data, parts.config.rewards
+    needed = parts.renderer.prints_date or any(term.is_model for term in rewards.terms)
+    if data.chat_template_date is None and needed:
+        today = distributed.broadcast(datetime.date.today().isoformat())
+        data = dataclasses.replace(data, chat_template_date=today)
+        return dataclasses.replace(parts, config=dataclasses.replace(parts.config, data=data))
+    if data.chat_template_date is not None and not needed:
+        logger.warning("data.chat_template_date has no effect: the chat template prints no date")
+    return parts
 
 
 def join(

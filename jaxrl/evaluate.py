@@ -201,6 +201,7 @@ def main(argv: Sequence[str]) -> int:
     distributed.start()
     with contextlib.ExitStack() as stack, distributed.failing_together():
         parts = assemble(config)
+        config = parts.config
         prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
         params = parts.refresh()(parts.initial_params())
         scorer = stack.enter_context(contextlib.closing(Scorer(parts)))

@@ -3,6 +3,7 @@ since."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,20 @@ def open_run_dir(config: RunConfig) -> Checkpoints:
             _fetch_metrics(config, run)
     distributed.barrier("run folder")
     return Checkpoints(run.path, config.checkpoint)
+
+
+def with_date(config: RunConfig) -> RunConfig:
+    """``config`` with the date that the chat template printed in the run it continues, if it names none."""
+    if config.data.chat_template_date is not None or config.resume not in ("auto", "must"):
+        return config
+    run = config.checkpoint_run
+    if not distributed.broadcast(distributed.is_first() and bool(Checkpoints.list_steps(run))):
+        return config
+    with Checkpoints(run, read_only=True) as checkpoints:
+        step = checkpoints.latest()
+        saved = {} if step is None else checkpoints.meta(step)["config"]["data"]
+    data = dataclasses.replace(config.data, chat_template_date=saved.get("chat_template_date"))
+    return dataclasses.replace(config, data=data)
 
 
 def _set_aside(run: Folder) -> None:

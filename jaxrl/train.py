@@ -40,7 +40,7 @@ from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on
 from jaxrl.programs import loop_programs
 from jaxrl.progress import Progress
 from jaxrl.report import summary, write_report
-from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta
+from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta, with_date
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
@@ -303,7 +303,8 @@ def open_run(
     """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
     {}."""
     first = distributed.is_first()
-    parts = assemble(config)
+    parts = assemble(with_date(config))
+    config = parts.config
     checkpoints = stack.enter_context(open_run_dir(config))
     data = stack.enter_context(contextlib.closing(open_data(parts)))
     total = total_steps(config, len(data.examples))

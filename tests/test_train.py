@@ -1,5 +1,6 @@
 """The loop from the outside: ``jaxrl.train.run`` on a tiny model from scratch."""
 
+import datetime
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl import train
+from jaxrl.assembly import assemble
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, UserCodeError, load, to_yaml
 from jaxrl.settings import RunConfig
@@ -147,6 +149,34 @@ def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
         rates = [m["optim/learning_rate"] for m in metrics_of(straight)]
         assert rates == pytest.approx([1e-2 * 2 * step / 100 for step in steps], rel=1e-5)
     assert_same_bits(arrays_of(straight, last), arrays_of(parts, last))
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_day_renders_the_first_days_prompts(configure, monkeypatch, tmp_path):
+    """A chat template that prints today's date."""
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    (tmp_path / "dated.jinja").write_text(template)
+    dated = ["data.chat_template=PLACE/dated.jinja", "data.max_prompt_tokens=24"]
+
+    class Today(datetime.date):
+        day_of_run = "2026-03-30"
+
+        @classmethod
+        def today(cls):
+            return datetime.date.fromisoformat(cls.day_of_run)
+
+    monkeypatch.setattr("jaxrl.assembly.datetime.date", Today)
+    config = configure("name=dated", "resume=auto", "metrics.samples_per_step=4", *dated)
+    assert train.run(config, StopAtStep(config, 2)) == train.INTERRUPTED
+    Today.day_of_run = "2026-04-01"
+    assert train.run(config) == 0
+    rows = [
+        json.loads(line) for path in sorted((config.run_dir / "samples").iterdir()) for line in path.open()
+    ]
+    assert len(rows) == 16 and {row["prompt"][:11] for row in rows} == {"30 Mar 2026"}
+    kept, _ = load(RunConfig, config.run_dir / "config.yaml")
+    assert kept.data.chat_template_date == "2026-03-30"  # evaluation and export read it
+    assert assemble(configure("name=fresh", *dated)).config.data.chat_template_date == "2026-04-01"
 
 
 class StopAtStep(threading.Event):

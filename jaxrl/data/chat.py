@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.data import columns
+from jaxrl.data import columns, dates
 from jaxrl.data.columns import Row, fill
 from jaxrl.data.config import DataConfig
 from jaxrl.data.shown import Shown, printed_object
@@ -71,7 +71,14 @@ class Renderer:
                 "the tokenizer has no chat template; needed is none (plain text) or the path of a jinja file",
                 f"{section}.chat_template",
             )
-        source = self.template or str(tokenizer.hf.chat_template)
+        source = "" if self.plain else self.template or str(tokenizer.hf.chat_template)
+        self.prints_date = dates.prints_date(source)
+        if self.prints_date and config.chat_template_date:
+            own = tokenizer.hf.get_chat_template(self.template, tools=[{}] if config.tools else None)
+            try:
+                self.template = dates.fixed(own, config.chat_template_date)
+            except ConfigError as error:
+                raise ConfigError(error.problems[0][1], f"{section}.chat_template") from None
         variables = dict.fromkeys(config.chat_template_args, "chat_template_args.{}")
         for name, place in {**variables, **({"tools": "tools"} if config.tools else {})}.items():
             if not re.search(rf"\b{re.escape(name)}\b", source):

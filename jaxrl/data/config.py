@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,11 @@ class DataConfig:
     chat_template_args: dict[str, Any] = factory(
         dict, "variables of the chat template, for example enable_thinking"
     )
+    chat_template_date: str | None = setting(
+        None,
+        "date (YYYY-MM-DD) for chat templates that print today's; null: the day on which the run starts, "
+        "kept in its checkpoints",
+    )
 
     max_prompt_tokens: int = setting(512, "longest prompt, in the very tokens that are sent to the sampler")
     overlong: Literal["drop", "error"] = setting("drop", "what happens to rows that are longer")
@@ -75,6 +81,11 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield name, f"{value}: needs at least 1"
+        if self.chat_template_date is not None:
+            try:
+                datetime.date.fromisoformat(self.chat_template_date)
+            except ValueError:
+                yield "chat_template_date", f"{self.chat_template_date!r} must be a date such as 2026-01-31"
         if self.workers < 0:
             yield "workers", f"{self.workers}: needs 0 or a number of processes"
         if self.chat_template == "none":
