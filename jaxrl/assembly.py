@@ -233,6 +233,8 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
     tokenizer = load_tokenizer(source.tokenizer or str(folder), model=folder)
     if folder is not None:
         model_config = hf.load_config(folder)
+        if weights and config.init_from is None and any(folder.glob("*.safetensors")):
+            hf.check_weights(folder, model_config)  # before the data is read and programs are compiled
     else:
         model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
     return _dated(join(config, mesh, tokenizer, model_config, folder))

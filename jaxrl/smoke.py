@@ -42,8 +42,6 @@ from jaxrl.environments import calls as environment_calls
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.metrics import METRICS_FILE
 from jaxrl.models import hf
-from jaxrl.models.checkpoint_files import TensorFiles
-from jaxrl.models.tensors import tensors
 from jaxrl.pools import PoolConfig
 from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
@@ -251,10 +249,8 @@ def _check_weights(parts: Assembly, stages: Stages) -> None:
         stages.leave_out("weights", f"not in {parts.folder}")
         return
     with stages.stage("weights") as found:
-        names = hf.match_names(
-            TensorFiles(parts.folder), list(tensors(parts.model.config)), parts.model.config
-        )
-        found.append(f"{len(names)} tensors, all of the names and shapes that config.json asks for")
+        count = hf.check_weights(parts.folder, parts.model.config)
+        found.append(f"{count} tensors, all of the names and shapes that config.json asks for")
 
 
 def _examples(parts: Assembly) -> Examples:

@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl import train
 from jaxrl.assembly import assemble
@@ -356,6 +358,21 @@ def test_what_does_not_fit_the_models_context_is_refused_by_name(configure):
         train.run(configure.supervised("model.scratch.max_position_embeddings=4", "steps=1"))
     with pytest.raises(ConfigError, match=r"overlong: row 0 has \d+ tokens.*max_position_embeddings 4"):
         train.run(configure.supervised("model.scratch.max_position_embeddings=4", "data.overlong=error"))
+
+
+def test_quantised_weights_are_refused_before_the_data_is_read(fixtures, tmp_path, monkeypatch):
+    shutil.copytree(fixtures / "hf/llama", tmp_path / "model", copy_function=shutil.copyfile)
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, tmp_path / "model/model.safetensors")
+    config = load(
+        RunConfig,
+        None,
+        [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algo.name=sft", "steps=1"],
+    )[0]
+    monkeypatch.setattr(train, "open_data", lambda *_: pytest.fail("the data was read"))
+    with pytest.raises(ConfigError, match=rf"'{name}' in model.safetensors is I8"):
+        train.run(config)
 
 
 def test_errors_of_user_code_are_the_users(configure):

@@ -89,6 +89,11 @@ def load_params(
     return read_params(files, names, wanted, model.shapes(param_dtype), model.specs(mesh), mesh)
 
 
+def check_weights(folder: Path, config: ModelConfig) -> int:
+    """The number of tensors of a folder, by the headers of its files. ConfigError as ``load_params``."""
+    return len(match_names(TensorFiles(folder), list(tensors(config)), config))
+
+
 def match_names(files: TensorFiles, wanted: list[Tensor], config: ModelConfig) -> dict[str, str]:
     """Tensor name -> name in the files, after checking that both sides are complete."""
     found: dict[str, str] = {}

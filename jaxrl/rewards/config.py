@@ -26,7 +26,10 @@ class RewardModelArgs:
 
     path: str = required("the sequence-classification model: a Hugging Face folder or hub name")
     compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of weights and activations")
-    max_tokens: int = setting(4096, "longest conversation (tokens); the term abstains on a longer one")
+    max_tokens: int = setting(
+        4096,
+        "longest conversation (tokens), and at most the model's context; the term abstains on a longer one",
+    )
     batch_rows: int = setting(8, "conversations scored at once")
 
     def problems(self) -> Iterable[tuple[str, str]]:

@@ -88,19 +88,27 @@ class RewardModel:
             compute_dtype=self.args.compute_dtype,
             key=f"{key}.args.path",
         )
+        self.max_tokens = min(self.args.max_tokens, head.model.config.max_positions)
+        """Longest conversation that is scored."""
         self._score = scoring_program(head)
 
     def score(self, rollouts: Rollouts) -> np.ndarray:
-        """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens``."""
+        """[B] float64; NaN (abstained) where the conversation is longer than ``max_tokens`` or the
+        model's context."""
         group = rollouts.group_size
         rows = [
             self.renderer.answered(rollouts.prompts.examples[i // group], text)
             for i, text in enumerate(rollouts.texts)
         ]
         result = np.full(len(rows), np.nan)
-        short = [i for i, ids in enumerate(rows) if len(ids) <= self.args.max_tokens]
+        short = [i for i, ids in enumerate(rows) if len(ids) <= self.max_tokens]
         if len(short) < len(rows):
-            logger.warning("reward_model: %d conversations exceed max_tokens", len(rows) - len(short))
+            logger.warning(
+                "reward_model: %d conversations have more than %d tokens, the smaller of max_tokens and the "
+                "reward model's max_position_embeddings",
+                len(rows) - len(short),
+                self.max_tokens,
+            )
         order = sorted(short, key=lambda i: len(rows[i]))
         size = batch_rows(self.args, self.mesh)
         for start in range(0, len(order), size):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import ConfigError
+from jaxrl.data.config import DataConfig
 from jaxrl.models.reward_head import load_reward_head
+from jaxrl.rewards.model import RewardModel
 from jaxrl.sharding import MeshConfig, batch_spec, make_mesh, put
 
 
@@ -72,3 +76,15 @@ def test_a_score_for_several_labels_is_refused(folder):
     save_file(tensors | {"score.weight": np.zeros((2, 64), np.float32)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"'score.weight' in model.safetensors has shape \[2, 64\]"):
         load_reward_head(folder)
+
+
+def test_a_conversation_beyond_the_models_context_is_not_judged(folder, reference, caplog):
+    for file in reference.load("qwen3").folder.glob("*token*.json"):
+        shutil.copyfile(file, folder / file.name)
+    change_config(folder, max_position_embeddings=24)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    model = RewardModel({"path": str(folder)}, DataConfig(chat_template="none"), mesh, "rewards.terms.0")
+    prompts = SimpleNamespace(examples=[{"question": "2+2="}])
+    rewards = model.score(SimpleNamespace(group_size=2, texts=["4", "4 " * 30], prompts=prompts))
+    assert np.isfinite(rewards).tolist() == [True, False]
+    assert "1 conversations have more than 24 tokens" in caplog.text
