@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -270,7 +271,13 @@ class Renderer:
         if config.messages:
             key = f"{section}.messages"
             found = columns.value(row, config.messages, key)
-            messages += columns.messages(found, config.messages, key, drop_nulls=self._drop_nulls)
+            messages += columns.messages(
+                found,
+                config.messages,
+                key,
+                drop_nulls=self._drop_nulls,
+                parse_arguments=not self._joins_arguments,
+            )
         else:
             messages.append({"role": "user", "content": fill(config.prompt, row, f"{section}.prompt")})
             if completion:
@@ -280,22 +287,40 @@ class Renderer:
             messages.insert(0, {"role": "system", "content": config.system_prompt})
         return messages
 
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the template joins the arguments of a tool call to other text: some want them as JSON."""
+
+        def renders(arguments: dict[str, Any] | str) -> bool:
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": arguments}}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with contextlib.suppress(ConfigError):
+                self._text([{"role": "user", "content": "a"}, turn], add_generation_prompt=False)
+                return True
+            return False
+
+        return not renders({}) and renders("{}")
+
+    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool, **variables: Any) -> str:
+        variables = {**self.config.chat_template_args, **variables}
+        return self.tokenizer.render(
+            messages, add_generation_prompt=add_generation_prompt, chat_template=self.template, **variables
+        )
+
     def _render(self, messages: Sequence[Message], row: Row | None, *, add_generation_prompt: bool) -> str:
         """The text of a conversation, which shows all of it.
 
         Raises:
             ConfigError: the template refuses the conversation, leaves a message out, or prints an object.
         """
-        variables = dict(self.config.chat_template_args)
+        tools = {}
         if self.config.tools and row is not None:
             key = f"{self.section}.tools"
             found = columns.value(row, self.config.tools, key)
-            variables["tools"] = columns.tools(found, self.config.tools, key, drop_nulls=self._drop_nulls)
+            tools["tools"] = columns.tools(found, self.config.tools, key, drop_nulls=self._drop_nulls)
 
         def render(some: Sequence[Message]) -> str:
-            return self.tokenizer.render(
-                some, add_generation_prompt=add_generation_prompt, chat_template=self.template, **variables
-            )
+            return self._text(some, add_generation_prompt=add_generation_prompt, **tools)
 
         try:
             text = render(messages)
@@ -315,7 +340,7 @@ class Renderer:
                 "message",
                 self._source(messages, number),
             )
-        printed = printed_object([messages, variables.get("tools")], text)
+        printed = printed_object([messages, tools.get("tools")], text)
         if printed is not None:
             raise ConfigError(
                 f"the chat template prints {str(printed)[:80]} as a Python object; expected text there, or a "

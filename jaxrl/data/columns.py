@@ -94,13 +94,16 @@ def fill(template: str, row: Row, key: str) -> str:
     return _FIELD.sub(replaced, template)
 
 
-def messages(found: Any, name: str, key: str, *, drop_nulls: bool) -> list[dict[str, Any]]:
+def messages(
+    found: Any, name: str, key: str, *, drop_nulls: bool, parse_arguments: bool = True
+) -> list[dict[str, Any]]:
     """A column's conversation as plain data for a chat template.
 
-    A null says that a message lacks a key. Arguments of tool calls that are given as JSON are parsed.
+    A null says that a message lacks a key.
 
     Args:
         drop_nulls: leave out nulls at every depth, as of a columnar file, which fills the keys of others.
+        parse_arguments: parse the arguments of tool calls that are given as JSON.
 
     Raises:
         ConfigError: it is no list of messages, or holds what no template can write: numbers that are not
@@ -114,7 +117,7 @@ def messages(found: Any, name: str, key: str, *, drop_nulls: bool) -> list[dict[
         raise ConfigError(
             f"column {name!r} holds {_shown(found)}; expected a list of messages {{role, content}}", key
         )
-    return [_message(m, f"{name}[{i}]", key, drop_nulls) for i, m in enumerate(found)]
+    return [_message(m, f"{name}[{i}]", key, drop_nulls, parse_arguments) for i, m in enumerate(found)]
 
 
 def tools(found: Any, name: str, key: str, *, drop_nulls: bool) -> list[dict[str, Any]] | None:
@@ -133,7 +136,7 @@ def tools(found: Any, name: str, key: str, *, drop_nulls: bool) -> list[dict[str
     return plain(found, name, key, drop_nulls)
 
 
-def _message(given: Row, where: str, key: str, drop_nulls: bool) -> dict[str, Any]:
+def _message(given: Row, where: str, key: str, drop_nulls: bool, parse_arguments: bool) -> dict[str, Any]:
     present = {k: v for k, v in given.items() if v is not None}
     message = plain(present, where, key, drop_nulls)
     content = message.get("content", "")
@@ -153,7 +156,8 @@ def _message(given: Row, where: str, key: str, drop_nulls: bool) -> dict[str, An
             arguments = _parsed(called["arguments"], place, key)
             if not isinstance(arguments, dict):
                 raise ConfigError(f"{place} holds {_shown(called['arguments'])}; expected a JSON object", key)
-            called["arguments"] = plain(arguments, place, key, drop_nulls=False)
+            arguments = plain(arguments, place, key)
+            called["arguments"] = arguments if parse_arguments else called["arguments"]
     return message
 
 

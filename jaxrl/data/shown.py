@@ -89,5 +89,6 @@ def _marked(messages: Sequence[Message], paths: Sequence[_Path], marks: Sequence
 
 def _described(messages: Sequence[Message], path: _Path) -> str:
     number, part = path[:2]
-    what = {"content": "", "tool_calls": "the tool calls of "}.get(str(part), f"the {part} of ")
-    return f"{what}message {number} of the role {messages[int(number)]['role']}"
+    message = messages[int(number)]
+    alone = part == "content" and not message.get("tool_calls")
+    return f"{'' if alone else f'the {part} of '}message {number} of the role {message['role']}"

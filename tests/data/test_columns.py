@@ -139,6 +139,11 @@ def test_arguments_and_tools_given_as_json_are_parsed(chars, tmp_path):
     made = Renderer(config, chars).training_row(row).tokens.tolist()
     talk = talk_of({"role": "assistant", "content": "", "tool_calls": [CALL]})
     assert made == chars.hf.apply_chat_template(talk, tools=tools, chat_template=TOOLS, return_dict=False)
+    joins = TOOLS.replace("c.function | tojson", "c.function.name + c.function.arguments")
+    config_of_text = DataConfig(messages="talk", tools="tools", chat_template=write_template(tmp_path, joins))
+    assert Renderer(config_of_text, chars).training_row(row).tokens.tolist() == chars.hf.apply_chat_template(
+        row["talk"], tools=tools, chat_template=joins, return_dict=False
+    )
     for arguments in ("{a: 1}", "[1]", "3", '{"a": NaN}'):
         bad = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
         with pytest.raises(ConfigError, match=r"data.messages: talk\[1\].tool_calls\[0\].arguments"):
@@ -235,9 +240,14 @@ def test_a_message_that_the_template_drops_is_refused(chars, tmp_path):
     with pytest.raises(ConfigError, match=r"data.messages: .*leaves out message 2 of the role tool"):
         row_of(NO_TOOL, call, tool, end)
     with pytest.raises(
-        ConfigError, match=r"data.messages: .*the tool calls of message 1 of the role assistant"
+        ConfigError, match=r"data.messages: .*the tool_calls of message 1 of the role assistant"
     ):
         row_of(NO_CALLS, call, tool, end)
+    with pytest.raises(ConfigError, match=r"data.messages: .*the content of message 1 of the role assistant"):
+        row_of(TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), call, tool, end)
+    with pytest.raises(ConfigError, match=r"data.messages: .*leaves out message 1 of the role assistant"):
+        parts = [{"type": "text", "text": "go"}]  # what reads text only may take a list for none
+        row_of(TOOLS.replace("{{ p.text }}", ""), {**end, "content": parts})
     with pytest.raises(ConfigError, match=r"data.messages: .*the reasoning_content of message 1"):
         row_of(TOOLS, {**end, "reasoning_content": "so"})
     reasoned = [{**end, "content": "so</think>go"}, *talk_of(end)]
