@@ -180,7 +180,7 @@ class Renderer:
             if self.plain
             else self._chat_parts(self.conversation(row, completion=True), row)
         )
-        if mask[0]:
+        if mask[:1] == [1]:
             raise ConfigError(
                 "the prompt has no tokens, so nothing precedes the first one that is learned; expected text, "
                 "or a tokenizer that begins a text with BOS",
