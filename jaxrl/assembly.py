@@ -201,17 +201,28 @@ class Assembly:
         memory = self.config.optim.state_memory
         return optimizer, state_shardings(self.model, self.mesh, optimizer, self.param_shapes(), memory)
 
-    def initial_params(self) -> Any:
-        """Parameters the run starts from: ``init_from``, else the model's own, in the train view."""
+    def origin(self) -> str | None:
+        """The checkpoint that ``init_from`` stands for now, as <folder>/checkpoints/<step>; None without."""
+        if not self.config.init_from:
+            return None
+        run_dir, step = split_checkpoint(self.config.init_from, "init_from")
+        with Checkpoints(run_dir, read_only=True) as checkpoints:
+            return f"{run_dir}/checkpoints/{_step_of(checkpoints, step)}"
+
+    def initial_params(self, origin: str | None = None) -> Any:
+        """Parameters the run starts from: ``init_from``, else the model's own, in the train view.
+
+        Args:
+            origin: the checkpoint that ``init_from`` stood for when the run began; None: the one it stands
+                for now.
+        """
         config = self.config
-        if config.init_from:
-            run_dir, step = split_checkpoint(config.init_from, "init_from")
-            checkpoints = Checkpoints(run_dir, read_only=True)
-            step = _step_of(checkpoints, step)
+        if origin := origin or self.origin():
+            run_dir, step = split_checkpoint(origin, "init_from")
+            assert step is not None
             logger.info("parameters from %s, step %d", run_dir, step)
-            params = checkpoints.restore_params(step, self.param_shapes())
-            checkpoints.close()
-            return params
+            with Checkpoints(run_dir, read_only=True) as checkpoints:
+                return checkpoints.restore_params(step, self.param_shapes())
         if self.folder is None:
             return self.model.init(jax.random.key(config.seed), self.mesh, config.model.param_dtype)
         return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)

@@ -98,8 +98,9 @@ def keep_metrics(config: RunConfig, checkpoints: Checkpoints) -> None:
 
 def restore_or_start(
     parts: Assembly, programs: Programs, checkpoints: Checkpoints
-) -> tuple[TrainState, dict[str, Any]]:
-    """The newest checkpoint's state and meta, or a fresh state and {}.
+) -> tuple[TrainState, dict[str, Any], str | None]:
+    """The newest checkpoint's state and meta, or a fresh state and {}; and the checkpoint that ``init_from``
+    stood for when the run began: a KL reference stays that one, however far that other run has come since.
 
     Raises:
         ConfigError: the model, the optimizer or the seed are not those of the checkpoint.
@@ -107,13 +108,17 @@ def restore_or_start(
     step = checkpoints.latest()
     optim = parts.config.optim
     if step is None:
-        state = init_train_state(parts.initial_params(), programs.optimizer, optim, programs.shardings)
-        return state, {}
+        origin = parts.origin()
+        params = parts.initial_params(origin)
+        return init_train_state(params, programs.optimizer, optim, programs.shardings), {}, origin
     meta = checkpoints.meta(step)
     tell_changes(meta["config"], to_dict(parts.config))
     meta |= {name: _numbers(meta[name]) for name in ("latest", "pending") if name in meta}
     logger.info("continuing from step %d of %s", step, checkpoints.directory)
-    return checkpoints.restore(step, state_shapes(parts, programs)), meta
+    origin, changed = meta.get("origin"), meta["config"].get("init_from") != parts.config.init_from
+    if parts.config.algo.uses_reference and (origin is None or changed):
+        origin = parts.origin()
+    return checkpoints.restore(step, state_shapes(parts, programs)), meta, origin
 
 
 def tell_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -136,7 +141,10 @@ def tell_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             )
         if key == "init_from":
             logger.warning(
-                "init_from was %s, now %s: the weights are the checkpoint's all the same", was, is_
+                "init_from was %s, now %s: the weights are the checkpoint's all the same, a KL reference is "
+                "the new one's",
+                was,
+                is_,
             )
         elif key.startswith("data."):
             logger.warning("%s was %s, now %s: from here on the data is another", key, was, is_)
@@ -157,6 +165,7 @@ def run_meta(
     data: Mapping[str, Any],
     latest: Mapping[str, float],
     pending: Mapping[str, float] | None,
+    origin: str | None,
 ) -> dict[str, Any]:
     """What a checkpoint says beside its arrays.
 
@@ -164,12 +173,14 @@ def run_meta(
         data: position of the prompt or row iterator.
         latest: each metric's latest value.
         pending: metrics of the checkpoint's own step when they still wait for its evaluation.
+        origin: the checkpoint whose parameters the run began with.
     """
     return {
         "data": data,
         "rng": {"seed": config.seed, "state": "none: a function of (seed, step, prompt, sample, position)"},
         "latest": _plain(latest),
         "pending": _plain(pending),
+        "origin": origin,
         "config": to_dict(config),
         **environment(),
     }

@@ -44,6 +44,7 @@ from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta,
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
+from jaxrl.watch import Watch, warn_at_start
 
 logger = logging.getLogger("jaxrl")
 
@@ -65,10 +66,13 @@ class Run:
     """None: completions have one turn."""
     ref_params: Any
     """Frozen reference, train view; None when no KL term is used."""
+    origin: str | None
+    """The checkpoint that ``init_from`` stood for when the run began."""
     checkpoints: Checkpoints
     writer: MetricsWriter
     progress: Progress
     timer: PhaseTimer
+    watch: Watch
     total_steps: int
     stop: threading.Event
     """Set when the run is to save and end at its next safe point."""
@@ -117,7 +121,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
     def save() -> None:
         with r.timer.phase("checkpoint"):
             r.writer.sync()
-            r.checkpoints.save(done, state, run_meta(config, position, latest, pending), latest)
+            r.checkpoints.save(done, state, run_meta(config, position, latest, pending, r.origin), latest)
             keep_metrics(config, r.checkpoints)
         compilations.forget()  # slices and copies for the writer
 
@@ -165,6 +169,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                     metrics = metrics | evaluation(r, rollout_params, step, updates)
                 latest, pending = latest | metrics, None
                 record(r, step, metrics, compilations)
+                r.watch.step(metrics)
                 if step == first:
                     compilations.forget()
                 compilations.check(step)
@@ -310,13 +315,14 @@ def open_run(
     total = total_steps(config, len(data.examples))
     tell_total(config, len(data.examples), total)
     programs = parts.programs(total * config.algo.updates_per_rollout)
+    warn_at_start(config, total * config.algo.updates_per_rollout)
     if config.executables:
         executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
     held_out = (
         load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
     )
     scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
-    state, meta = restore_or_start(parts, programs, checkpoints)
+    state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:
         data.set_state(meta["data"], strict=False)
     writer = MetricsWriter(
@@ -334,11 +340,13 @@ def open_run(
         held_out=held_out,
         scorer=scorer,
         multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
-        ref_params=parts.initial_params() if config.algo.uses_reference else None,
+        ref_params=parts.initial_params(origin) if config.algo.uses_reference else None,
+        origin=origin,
         checkpoints=checkpoints,
         writer=stack.enter_context(writer),
         progress=stack.enter_context(progress),
         timer=PhaseTimer(),
+        watch=Watch(config),
         total_steps=total,
         stop=stop,
     )

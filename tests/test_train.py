@@ -301,6 +301,24 @@ def test_another_run_starts_from_its_parameters(configure):
     assert_same_bits(arrays_of(configure("name=first"), 2)["params"], arrays_of(second, 2)["params"])
 
 
+@pytest.mark.slow
+def test_the_reference_stays_what_init_from_stood_for_when_the_run_began(configure):
+    """The other run trains on in between; a resumed run is the uninterrupted one all the same."""
+    other = functools.partial(configure, "name=other", "resume=auto", "checkpoint.every=1")
+    train.run(other("steps=1"))
+    kl = ["init_from=PLACE/runs/other", "algo.kl_coef=0.5", "checkpoint.every=1"]
+    straight = configure("name=straight", "steps=3", *kl)
+    train.run(straight)
+    parts = functools.partial(configure, "name=parts", "resume=auto", *kl)
+    train.run(parts("steps=2"))
+    train.run(other("steps=2"))
+    train.run(parts("steps=3"))
+    assert [m["algo/kl"] for m in metrics_of(parts())] == [m["algo/kl"] for m in metrics_of(straight)]
+    shutil.rmtree(other().run_dir / "checkpoints" / "1")
+    with pytest.raises(ConfigError, match="other/checkpoints: no complete checkpoint of step 1; there are"):
+        train.run(parts("steps=4"))
+
+
 def test_dynamic_sampling_refills_up_to_its_cap(configure):
     config = configure(
         "algo.name=dapo",
