@@ -124,3 +124,24 @@ def test_a_tag_that_the_prompt_opens_need_not_appear(folders, tmp_path):
     stop = "rollout.stop=['<think>']"
     parts(folders / "plain", TAGS, stop, f"data.chat_template={tmp_path}/t.jinja")
     parts(folders / "plain", TAGS, stop, "data.chat_template=none", "data.prompt={question}<think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{{ messages[0].content }}{% if messages[1] %}{{ messages[1].content + '<|user|>' }}{% endif %}",
+            "'<|user|>' (5)",
+        ),
+        (
+            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+            "no stop token; the stop ids are '<eos>' (2), and no row teaches",
+        ),
+        ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", ""),
+    ],
+)
+def test_where_the_template_and_the_stop_ids_differ_is_said(folders, tmp_path, caplog, template, said):
+    (tmp_path / "t.jinja").write_text(template)
+    with caplog.at_level("INFO", "jaxrl"):
+        parts(folders / "plain", "algo.name=sft", f"data.chat_template={tmp_path}/t.jinja")
+    assert said in caplog.text and bool(said) == ("chat template" in caplog.text)

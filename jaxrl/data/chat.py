@@ -200,11 +200,13 @@ class Renderer:
         prompt = self.tokenizer.encode_prompt(text)
         completion = fill(self.config.completion, row, f"{self.section}.completion")
         answer = self.tokenizer.encode_after(text, completion)
-        if self.tokenizer.eos_id is None:
+        end = self.tokenizer.eos_id
+        if end is None and not self.stop_ids:
             raise ConfigError(
-                "the tokenizer has no eos token to end a plain text with", f"{self.section}.chat_template"
+                "neither the tokenizer nor the generation config has an eos token to end a plain text with",
+                f"{self.section}.chat_template",
             )
-        answer.append(self.tokenizer.eos_id)
+        answer.append(self.stop_ids[0] if end is None else end)
         return prompt + answer, [0] * len(prompt) + [1] * len(answer)
 
     def _chat_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[int], list[int]]:

@@ -160,7 +160,14 @@ def test_a_turns_end_is_learned_wherever_the_template_writes_it(folder, template
     assert ids == whole[: len(ids)]
 
 
-def test_plain_text_has_no_turns(folder):
-    config = DataConfig(chat_template="none")
+def test_plain_text_has_no_turns_and_ends_with_eos(folder):
+    config, row = DataConfig(chat_template="none"), {"question": "1+1=", "answer": "2"}
     found = Renderer(config, load_tokenizer(str(folder())))
     assert found.turn_end is None and found.stop_ids == (2,)
+    assert found.training_row(row).tokens[-1] == 2
+    # The tokenizer names no eos, but the model does.
+    listed = Renderer(config, load_tokenizer(str(folder(generation={"eos_token_id": [4, 7]}, eos=None))))
+    assert listed.training_row(row).tokens[-1] == 4
+    none = Renderer(config, load_tokenizer(str(folder(generation={}, eos=None))))
+    with pytest.raises(ConfigError, match=r"data.chat_template: .*eos token to end a plain text with"):
+        none.training_row(row)

@@ -345,6 +345,21 @@ def test_answers_that_the_template_does_not_show_are_refused(multi_turn, tmp_pat
         list(episodes.poll(block=True))
 
 
+def test_a_stop_id_that_ends_no_turn_of_the_template_is_part_of_what_was_said(model, multi_turn):
+    """The end of a call, say: the environment reads it, rewards do not, and the row goes on."""
+    (bang,) = TOKENIZER.encode("!")
+    parts = multi_turn(turns=3)
+    out = play(model, parts, make_engine(model[0], stop_ids=(EOS, bang)))
+    said = [m["content"] for e in out.episodes for m in e.messages if m["role"] == "assistant"]
+    assert any(text.endswith("!") for text in said) and not any("!" in text[:-1] for text in said)
+    assert not any("!" in text for text in out.texts)
+    for i in range(len(out)):
+        (row,) = out.rows(i)
+        whole = TOKENIZER.render(out.episodes[i].messages, add_generation_prompt=False)
+        assert whole.startswith(TOKENIZER.decode([*row.prompt, *row.tokens]))
+    assert_trainer_agrees(model, out)
+
+
 def test_limits(model, multi_turn):
     parts = multi_turn(turns=2, turn_tokens=12, observation_tokens=2, args={"room": 9})
     out = play(model, parts, limit=50)
