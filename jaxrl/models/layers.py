@@ -96,7 +96,8 @@ def embed(table: jax.Array, tokens: jax.Array, dtype, mesh: Mesh | None) -> jax.
     finds travels to where it belongs: activations move, in both passes, never the table or its gradient.
     """
     if mesh is None or not _divides(table, tokens, mesh):
-        return table[tokens].astype(dtype)
+        rows = table[tokens] if table.dtype == jnp.float32 else _rows(table, tokens)
+        return rows.astype(dtype)
 
     def local(table, tokens):
         ids = jax.lax.all_gather(tokens, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * len(table)
@@ -114,6 +115,35 @@ def embed(table: jax.Array, tokens: jax.Array, dtype, mesh: Mesh | None) -> jax.
         out_specs=PartitionSpec(BATCH_AXES, "tensor"),
         check_vma=False,
     )(table, tokens)
+
+
+@jax.custom_vjp
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """``table[tokens]``, whose gradient adds up in float32, where the table is less than that."""
+    return table[tokens]
+
+
+def _rows_bwd(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = saved
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(grad.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+_rows.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _rows_bwd)
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [B, T, ...] plus a bias [...], in the type of y.
+
+    The bias counts as rounded to that type, as the sampler has it. Its gradient adds up over all tokens, so
+    it is kept in float32 throughout: in bfloat16 a sum stops growing at 256 times its terms.
+    """
+    if y.dtype == jnp.float32:
+        return y + bias.astype(jnp.float32)
+    kind, wide = jnp.finfo(y.dtype), bias.astype(jnp.float32)
+    rounded = jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
+    wide = wide + jax.lax.stop_gradient(rounded - wide)
+    return (y.astype(jnp.float32) + wide).astype(y.dtype)
 
 
 def _divides(table: jax.Array, tokens: jax.Array, mesh: Mesh) -> bool:
@@ -173,7 +203,7 @@ class Attention(nnx.Module):
         q, k, v = (context.project(x, w) for w in (self.q, self.k, self.v))
         if config.qkv_bias:
             biases = (self.q_bias, self.k_bias, self.v_bias)
-            q, k, v = (y + bias[...].astype(dtype) for y, bias in zip((q, k, v), biases, strict=True))
+            q, k, v = (add_bias(y, bias[...]) for y, bias in zip((q, k, v), biases, strict=True))
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         turn = context.rope_tables[kind.rope]
