@@ -21,6 +21,8 @@ from jaxrl.sharding import BATCH_AXES, spec_for
 
 _BLOCK = 256
 _OFF = -jnp.inf
+_SMALLEST = 2.0**-24
+"""The smallest uniform number: draws tell no smaller probabilities apart."""
 
 
 class SamplingArrays(NamedTuple):
@@ -55,7 +57,7 @@ def filter_logits(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 
 def draw(logits: jax.Array, uniform: jax.Array) -> jax.Array:
-    """One id a row from softmax(logits [B, V]) with uniform [B] in [0, 1): the first id whose cumulative mass
+    """One id a row from softmax(logits [B, V]) with uniform [B] in (0, 1): the first id whose cumulative mass
     exceeds it. Ids of probability 0 are never drawn."""
     return _draw(logits, logits.max(axis=-1, keepdims=True), uniform, None)[0]
 
@@ -76,6 +78,8 @@ def _draw(logits, top, uniform, axis: str | None) -> tuple[jax.Array, jax.Array]
         sums = jax.lax.all_gather(sums, axis, axis=1, tiled=True)
     total = sums.sum(-1)
     block, rest = _invert(sums, uniform * total)
+    # Rounded to 0, it would give the block's first id, however improbable.
+    rest = jnp.maximum(rest, _SMALLEST * total)
     own = block - (jax.lax.axis_index(axis) * count if axis else 0)
     inside = jnp.take_along_axis(blocks, jnp.clip(own, 0, count - 1)[:, None, None], axis=1)[:, 0]
     inside = jnp.exp(inside - top)
@@ -127,10 +131,15 @@ def sample(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)(*args)
 
 
+def _uniform(key_data, position):
+    """A multiple of 2^-23, and half of one: never 0, which would draw the first id, nor 1."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
+    return jax.random.uniform(key) + _SMALLEST
+
+
 def _sample(logits, keys, positions, params, *, filters: bool, axis: str | None, everywhere: Sequence[str]):
     """``sample`` on one shard of the mesh; ``everywhere`` are all its axes."""
-    fold = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), t)))
-    uniform = fold(keys, positions)
+    uniform = jax.vmap(_uniform)(keys, positions)
     vocab = logits.shape[-1]
     first = jax.lax.axis_index(axis) * vocab if axis else 0
     top = logits.max(axis=-1, keepdims=True)

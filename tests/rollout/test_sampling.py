@@ -77,6 +77,18 @@ def test_draw_at_the_ends_stays_on_tokens_with_mass():
     assert draw(logits, ends).tolist() == [1, 2]
 
 
+def test_random_bits_of_0_draw_no_token_that_is_all_but_impossible():
+    """Position 15405709 of key 0 has them. As a uniform number 0 they would draw id 0, of logit -40."""
+    key, position = jax.random.key(0), 15405709
+    assert jax.random.uniform(jax.random.fold_in(key, position)) == 0
+    tokens, _ = sample(jnp.float32([[-40, 0, 0, 0]]), key[None], jnp.array([position]), arrays(1))
+    assert tokens.tolist() == [1]
+    # Nor does a block of the draw give its first id, where what is left of the number in it rounds to 0.
+    logits = np.full((1, 512), -np.inf, np.float32)
+    logits[0, [0, 256, 257]] = 0.0, -40.0, 0.0
+    assert draw(jnp.asarray(logits), jnp.float32([0.5])).tolist() == [257]
+
+
 def test_greedy_rows_take_the_argmax_and_report_temperature_one():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(4, 50)), jnp.float32)
     keys = jax.random.split(jax.random.key(0), 4)
