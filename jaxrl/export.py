@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
             "--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; or gs://"
         )
         parser.add_argument("--output", metavar="DIR", help="folder to write; must not exist")
-        parser.add_argument("--dtype", choices=DTYPES, help="type of the weights; default: model.param_dtype")
+        parser.add_argument(
+            "--dtype", choices=(*DTYPES, "float16"), help="type of the weights; default: model.param_dtype"
+        )
 
     run, argv = config_of_run(argv)
     config, given = parse(

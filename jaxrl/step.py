@@ -46,7 +46,9 @@ class OptimConfig:
     eps: float = setting(1e-8, "Adam: added to the root of the second moment")
     weight_decay: float = setting(0.0, "decoupled weight decay; norms and biases are left out")
     max_grad_norm: float | None = setting(1.0, "global gradient norm to clip to; null: no clipping")
-    moment_dtype: Literal["float32", "bfloat16"] = setting("float32", "dtype of Adam's moments at rest")
+    moment_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of Adam's moments at rest; bfloat16 is rounded stochastically"
+    )
     state_memory: Literal["device", "pinned_host"] = setting(
         "device",
         "where Adam's moments rest; pinned_host: in host memory, from where each update copies them to the "
@@ -78,12 +80,15 @@ class StepSpec:
     temperature: float
     vocab_limit: int | None
     log_prob_implementation: Implementation | None = None
+    seed: int = 0
+    """Of the rounding to bfloat16; float32 parameters and moments have none."""
 
 
 def learning_rate_schedule(config: OptimConfig, total_updates: int) -> optax.Schedule:
-    """Update number -> learning rate: warm-up, then constant, linear or cosine to the last of
-    ``total_updates``."""
-    after = max(1, total_updates - config.warmup_steps)
+    """Number of updates made so far -> learning rate of the next: warm-up to the peak, then constant, linear
+    or cosine to ``final_fraction`` at the last of ``total_updates``."""
+    first = max(config.warmup_steps, 1) - 1  # the update with the peak
+    after = max(1, total_updates - 1 - first)
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     tail = {
         "constant": optax.constant_schedule(peak),
@@ -94,7 +99,7 @@ def learning_rate_schedule(config: OptimConfig, total_updates: int) -> optax.Sch
         return tail
     # The first update already moves: warm-up counts from 1 / warmup_steps.
     ramp = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
-    return optax.join_schedules([ramp, tail], [config.warmup_steps])
+    return optax.join_schedules([ramp, tail], [first])
 
 
 def make_optimizer(config: OptimConfig, total_updates: int) -> optax.GradientTransformation:
@@ -125,8 +130,32 @@ def _float32(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def _like(tree, example):
-    return jax.tree.map(lambda x, e: x.astype(e.dtype), tree, example)
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 ``x`` in bfloat16, up or down at random such that the mean is ``x``.
+
+    Rounded to nearest, an update of less than 1/512 of a parameter is lost every time (Gupta et al.,
+    arXiv:1502.02551). The random bits of an element depend on ``key`` and its place alone, not on the mesh.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    # bfloat16 is the upper half; a carry out of the lower one goes to the next value away from 0.
+    rounded = jax.lax.bitcast_convert_type(((bits + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _at_rest(tree, example, seed: int, updates: jax.Array):
+    """float32 ``tree`` in the types of ``example``: what is less than float32 is rounded without bias, with
+    random numbers of (seed, update, leaf)."""
+
+    def one(number: int, x: jax.Array, dtype) -> jax.Array:
+        if dtype != jnp.bfloat16:
+            return x.astype(dtype)
+        key = jax.random.fold_in(jax.random.key(seed), updates)
+        return stochastic_round(x, jax.random.fold_in(key, number))
+
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, jax.tree.leaves(example), strict=True)
+    return jax.tree.unflatten(structure, [one(i, x, e.dtype) for i, (x, e) in enumerate(pairs)])
 
 
 def state_shardings(model: Model, mesh: Mesh, optimizer, params_like, memory: str = "device") -> TrainState:
@@ -277,10 +306,13 @@ def make_train_step(spec: StepSpec, optimizer, shardings: TrainState):
         finite = jnp.isfinite(grad_norm)
         applied = finite & (jnp.sum(jnp.abs(batch.loss_weights)) > 0)
         updates, opt_state = optimizer.update(grads, _float32(state.opt_state), _float32(state.params))
-        params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
+        params = jax.tree.map(jnp.add, _float32(state.params), updates)
+        params, opt_state = _at_rest(
+            (params, opt_state), (state.params, state.opt_state), spec.seed, state.updates
+        )
         new = TrainState(
             params=params,
-            opt_state=_like(opt_state, state.opt_state),
+            opt_state=opt_state,
             updates=state.updates + 1,
             skipped_in_a_row=jnp.int32(0),
         )

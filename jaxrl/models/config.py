@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, setting
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
+"""Of parameters and computation. Not float16: the gradient of one token of many underflows to 0 without loss
+scaling, and activations of large models exceed 65504."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,10 @@ class ModelSource:
         None, "tokenizer folder or hub name, or builtin:chars; default: the folder of model.path"
     )
     param_dtype: str = setting(
-        "float32", f"type in which parameters are kept and updated: {', '.join(DTYPES)}"
+        "float32",
+        f"type in which parameters are kept and updated: {', '.join(DTYPES)}. bfloat16 is rounded "
+        "stochastically: small updates count on average, with noise of up to 1/256 of a parameter; float32 "
+        "has none",
     )
     compute_dtype: str = setting(
         "bfloat16",
@@ -58,8 +63,11 @@ class ModelSource:
                 "folder or hub name, or the sizes of a random model",
             )
         for key in ("param_dtype", "compute_dtype"):
-            if getattr(self, key) not in DTYPES:
-                yield key, f"{getattr(self, key)!r} is not one of {', '.join(DTYPES)}"
+            if (value := getattr(self, key)) not in DTYPES:
+                why = ""
+                if value == "float16":
+                    why = ": without loss scaling its gradients underflow to 0. Use bfloat16 instead"
+                yield key, f"{value!r} is not one of {', '.join(DTYPES)}{why}"
         if self.scratch and not self.path:
             if not self.tokenizer:
                 yield (

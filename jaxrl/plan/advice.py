@@ -53,7 +53,7 @@ def _all(config: RunConfig, c: Compilation, found: Ledger) -> Iterator[Change]:
     if config.optim.moment_dtype == "float32":
         yield _exact("optim.moment_dtype=bfloat16", optimizer // 2, "moments in half the bytes")
     if config.model.param_dtype == "float32":
-        yield _exact("model.param_dtype=bfloat16", (params + reference) // 2, "loses small updates")
+        yield _exact("model.param_dtype=bfloat16", (params + reference) // 2, "rounds each update at random")
     if reference:
         yield _exact("algo.kl_coef=0", reference, "no reference model")
     yield from _sampler(config, c, parts)

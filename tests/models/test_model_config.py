@@ -271,6 +271,9 @@ def test_model_source_needs_one_origin_and_valid_types():
         "param_dtype",
         "compute_dtype",
     ]
+    (problem,) = ModelSource(path="some/folder", param_dtype="float16").problems()
+    assert problem[0] == "param_dtype" and "underflow" in problem[1] and "bfloat16" in problem[1]
+    assert keys(path="some/folder", compute_dtype="float16") == ["compute_dtype"]
     assert keys(scratch=sizes | {"hidden_sise": 3}, tokenizer="builtin:chars") == ["scratch.hidden_sise"]
     (problem,) = ModelSource(scratch=sizes | {"hidden_sise": 3}, tokenizer="builtin:chars").problems()
     assert "hidden_size" in problem[1]
