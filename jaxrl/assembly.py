@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl import distributed, ends
+from jaxrl.algorithms.losses import token_local
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError
@@ -108,12 +109,15 @@ class Assembly:
         config = self.config
         group = 1 if config.algo.supervised else config.rollout.group_size
         samples = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
+        rows = 1 if config.algo.supervised else config.environment.rows
         return config.batch.shape(
-            samples * (1 if config.algo.supervised else config.environment.rows),
+            samples * rows,
             self.longest_tokens,
             num_shards=batch_shards(self.mesh),
             group_size=group,
             completion_tokens=config.rollout.max_new_tokens,
+            # A ratio, weight or mask of a whole sequence is the whole episode's.
+            sample_sequences=1 if token_local(config.algo) else rows,
             multiple=128 if platform(self.mesh) == "tpu" else 8,
         )
 
@@ -132,6 +136,7 @@ class Assembly:
             algo=config.algo,
             temperature=temperature,
             vocab_limit=self.vocab_limit,
+            seed=config.seed,
         )
 
     def engine(self) -> Engine:

@@ -217,6 +217,9 @@ class TrainBatch:
     """float32 or None: None means the policy itself (first update after a rollout, ratio exactly 1)."""
     ref_log_probs: Any = None
     """float32 or None: None when no KL term is used."""
+    sample_ids: Any = None
+    """int32; as segment_ids, but the sequences of one sample (the rows of an episode) have one number. None:
+    nothing of the loss is a sequence's, or every sequence is a sample."""
     predictors: Any = None
     """int32 index into T of the token whose hidden state predicts this one; None: always the one before."""
     attention: AttentionLayout | None = None

@@ -108,6 +108,7 @@ def batch_shapes(parts: Assembly, *, old_log_probs: bool = False, ref_log_probs:
         rollout_log_probs=floats,
         old_log_probs=floats if old_log_probs else None,
         ref_log_probs=floats if ref_log_probs else None,
+        sample_ids=ints if shape.whole_samples else None,
         predictors=None if attention is None else ints,
         attention=attention,
     )

@@ -225,9 +225,8 @@ def score(
     scored: list[TrainSequence] = []
     computed = 0
     samples = _by_sample(sequences)
-    for part in np.array_split(
-        np.arange(len(samples)), algo.num_minibatches
-    ):  # the shape of an update's batch
+    # In the shape of an update's batch.
+    for part in _split(np.arange(len(samples)), algo.num_minibatches):
         chosen = [s for i in part for s in samples[i]]
         batch, count, index, tokens = _packed(parts, chosen)
         computed += tokens
@@ -291,6 +290,11 @@ def _by_sample(sequences: list[TrainSequence]) -> list[list[TrainSequence]]:
     return list(samples.values())
 
 
+def _split(numbers: np.ndarray, parts: int) -> list[np.ndarray]:
+    """``numbers`` in ``parts`` nearly equal pieces; fewer where there are fewer numbers, as none is empty."""
+    return np.array_split(numbers, min(parts, len(numbers)))
+
+
 def _num_tokens(samples: list[list[TrainSequence]]) -> np.ndarray:
     """[B] scored tokens of each sample, over all its rows."""
     return np.array([sum(s.loss_mask.sum() for s in rows) for rows in samples])
@@ -311,7 +315,7 @@ def minibatches(
         order = np.arange(len(samples))
         if algo.num_minibatches > 1:
             order = np.random.default_rng((config.seed, step, epoch)).permutation(order)
-        for chosen in np.array_split(order, algo.num_minibatches):
+        for chosen in _split(order, algo.num_minibatches):
             own = [samples[i] for i in chosen]
             weights = loss_weights(
                 _num_tokens(own), algo, max_completion_tokens=config.rollout.max_new_tokens

@@ -1,5 +1,6 @@
 """Training on episodes: what of them is learned, with what weight, and that it works."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 
 from jaxrl import stages, train
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.algorithms.losses import loss_weights, policy_loss, token_local
 from jaxrl.assembly import assemble
 from jaxrl.batch import Episode, Prompts, Rollouts, Row
-from jaxrl.config import from_dict, run_cli
+from jaxrl.config import ConfigError, from_dict, run_cli
+from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.rewards.pool import Scores
 from jaxrl.settings import RunConfig
 
@@ -97,6 +101,94 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     else:
         np.testing.assert_allclose([weights[up].sum(), weights[~up].sum()], 0.5, rtol=1e-6)
         np.testing.assert_allclose(weights[up], 0.1, rtol=1e-6)
+
+
+SEQUENCE_LEVEL = {
+    "rloo": {"name": "rloo"},
+    "rloo off policy": {"name": "rloo", "num_minibatches": 2},
+    "gspo": {"name": "gspo", "num_minibatches": 2, "clip_low": 0.5, "clip_high": 0.5},
+    "sampler_level": {"sampler_level": "sequence", "aggregation": "sequence_mean"},
+    "off_policy_mask": {"off_policy_mask": 0.01, "aggregation": "sequence_mean"},
+}
+
+
+def gradient_of_episode(algo, rows, advantage, share_prompts):
+    """d loss / d log p of the ten tokens of an episode, in rows of so many, beside another episode."""
+    config = from_dict(AlgoConfig, algo)
+    rng = np.random.default_rng(0)
+    log_probs, old, sampler = (rng.normal(-1, 0.1, 17).astype(np.float32) for _ in range(3))
+    weights = loss_weights(np.array([10, 7]), config, max_completion_tokens=10)
+    sequences, seen = [], 0
+    for sample, part in [(0, n) for n in rows] + [(1, 4), (1, 3)]:
+        mask = np.repeat(np.float32([0, 1]), [3, part])
+        own = {"log_probs": log_probs, "old_log_probs": old, "rollout_log_probs": sampler}
+        own = {k: np.concatenate([np.zeros(3), v[seen : seen + part]]) for k, v in own.items()}
+        seen += part
+        first = sample not in [s.sample for s, _ in sequences]
+        s = Sequence(
+            tokens=np.concatenate([[1, 2, 3] if first else [4, 5, 6], np.arange(part)]),
+            loss_mask=mask,
+            loss_weights=mask * weights[sample],
+            advantages=advantage if sample == 0 else -0.5 * advantage,
+            rollout_log_probs=own["rollout_log_probs"],
+            old_log_probs=own["old_log_probs"] if config.needs_old_log_probs else None,
+            group=0 if first else None,
+            prompt_tokens=3 if first else 0,
+            sample=sample,
+        )
+        sequences.append((s, own["log_probs"]))
+    shape = BatchConfig(micro_batch_tokens=48, share_prompts=share_prompts).shape(
+        6, 16, group_size=2, completion_tokens=13, sample_sequences=3
+    )
+    batch, _, index = pack([s for s, _ in sequences], shape)
+    where = np.zeros(batch.tokens.shape, np.float32)
+    for i, (s, values) in enumerate(sequences):
+        own = slice(index.start[i], index.start[i] + index.length[i])
+        where[index.micro_batch[i], index.row[i], own] = values[len(s) - index.length[i] :]
+    grads = [
+        jax.grad(policy_loss, has_aux=True)(
+            where[m],
+            0 * where[m],
+            dataclasses.replace(jax.tree.map(lambda x, m=m: x[m], batch), predictors=None, attention=None),
+            config,
+        )[0]
+        for m in range(len(where))
+    ]
+    found = unpack(np.stack(grads), index)
+    return np.concatenate([g[3:] for g in found])[:10]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("case", SEQUENCE_LEVEL)
+def test_an_episode_is_one_action_whatever_its_rows(case, advantage, share_prompts):
+    algo = SEQUENCE_LEVEL[case]
+    assert not token_local(from_dict(AlgoConfig, algo))
+    one = gradient_of_episode(algo, [10], advantage, share_prompts)
+    for rows in ([5, 5], [9, 1], [2, 3, 5]):
+        found = gradient_of_episode(algo, rows, advantage, share_prompts)
+        np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-9)
+    assert case == "off_policy_mask" or one.all()
+
+
+@pytest.mark.parametrize("rows", [[10], [5, 5], [9, 1]])
+def test_every_token_of_an_rloo_episode_has_the_whole_gradient(rows):
+    algo = {"name": "rloo", "sampler_correction": "none"}
+    found = gradient_of_episode(algo, rows, 1.0, share_prompts=True)
+    np.testing.assert_allclose(found, -1 / 2, rtol=1e-6)  # of two episodes
+
+
+@pytest.mark.parametrize(
+    "batch, key",
+    [({"row_tokens": 95}, "batch.row_tokens"), ({"micro_batch_tokens": 95}, "batch.micro_batch_tokens")],
+)
+def test_a_row_without_room_for_an_action_is_refused(batch, key):
+    """Of three turns, up to three rows of 8 + 24 tokens each."""
+    config = from_dict(RunConfig, {**TINY, "algo": {"name": "rloo"}, "batch": batch})
+    with pytest.raises(ConfigError, match="episode of up to 3 rows") as error:
+        assemble(config)
+    assert [k for k, _ in error.value.problems] == [key]
+    assemble(from_dict(RunConfig, {**TINY, "batch": batch}))
 
 
 @pytest.mark.slow

@@ -270,6 +270,22 @@ def test_an_update_without_any_judged_sample_changes_nothing(configure):
     assert_same_bits(arrays_of(config, 1)["params"], arrays_of(config, 2)["params"])
 
 
+def test_the_last_step_of_an_epoch_may_have_fewer_samples_than_minibatches(configure):
+    """Three rows, two a step: eight minibatches of a sample, then four and four of none."""
+    config = configure(
+        "steps=null",
+        "data.epochs=1",
+        "data.options.rows=3",
+        "data.prompts_per_step=2",
+        "algo.num_minibatches=8",
+        "algo.kl_coef=0.1",
+        "metrics.compilations=error",
+    )
+    assert train.run(config) == 0
+    assert [m["optim/skipped"] for m in metrics_of(config)] == [0, 0]
+    assert arrays_of(config, 2)["optimizer"]["updates"] == 8 + 4
+
+
 def test_gradients_that_are_not_finite_end_the_run(configure):
     """One bad update is skipped and counted; a configured number in a row ends the run with its good
     parameters."""

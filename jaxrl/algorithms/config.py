@@ -45,8 +45,8 @@ class AlgoConfig:
     cispo_high: float = setting(5.0, "objective cispo: largest weight (a ratio)")
     off_policy_mask: float | None = setting(
         None,
-        "drop sequences of negative advantage whose mean of old - policy log-probs exceeds this (nats per "
-        "token); null: keep all",
+        "drop sequences of negative advantage whose mean of rollout - policy log-probs exceeds this (nats "
+        "per token): earlier updates and the sampler's difference count alike; null: keep all",
     )
 
     # The advantage of one sequence.
@@ -90,7 +90,11 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3", "k3plus"] = setting(
         "k3", "estimator of the KL (Schulman 2020); k3plus: value of k3, gradient of k2"
     )
-    kl_unbiased: bool = setting(False, "multiply the KL term by the policy / old ratio of the token")
+    kl_unbiased: bool = setting(
+        False,
+        "multiply the KL term by the policy / old ratio of the token, so that its gradient is that of the KL "
+        "off policy too",
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus (loss per nat)")
     router_loss_coef: float = setting(
         0.0,
@@ -262,6 +266,13 @@ def _combination_problems(c: AlgoConfig) -> Iterator[tuple[str, str]]:
             f"ratio_level: sequence_sum makes one loss for each sequence, which {c.aggregation} would weigh "
             "by its length once more; use sequence_mean",
         )
+    sequence_weight = c.sampler_correction == "none" or c.sampler_level == "sequence"
+    if c.ratio_level != "token" and c.objective == "clip" and not sequence_weight:
+        yield (
+            "sampler_level",
+            f"ratio_level: {c.ratio_level} makes a sequence one action, and the weights of its tokens would "
+            "multiply its gradient by their mean; use sequence, or sampler_correction: none",
+        )
     if c.overlong_max_tokens is not None and (c.overlong_buffer_tokens or 0) >= c.overlong_max_tokens:
         yield (
             "overlong_buffer_tokens",
@@ -305,7 +316,6 @@ def _policy_rules(c: AlgoConfig) -> list[_Rule]:
     divides = c.advantage_std != "none" or c.whiten != "none" or c.reward_combine == "normalized_sum"
     return [
         (once and builtin, (*clip, *cispo), one_update),
-        (once, ("off_policy_mask",), one_update),
         (builtin and c.objective != "clip", clip, f"objective is {c.objective}"),
         (builtin and c.objective != "cispo", cispo, f"objective is {c.objective}"),
         (c.objective == "reinforce", ("ratio_level",), "objective reinforce uses no ratio"),

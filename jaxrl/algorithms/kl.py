@@ -17,8 +17,7 @@ def estimate(log_probs: Any, ref_log_probs: Any, estimator: str) -> Any:
 
     k1 = log p - log ref: unbiased, right in a reward; as a loss its gradient says nothing of ref.
     k2 = (log p - log ref)^2 / 2: biased value; as a loss it has the gradient of the KL itself.
-    k3 = ref / p - log(ref / p) - 1: unbiased and positive; as a loss its gradient is that of KL(ref || p) to
-    first order.
+    k3 = ref / p - log(ref / p) - 1: unbiased and positive; as a loss its gradient is that of KL(ref || p).
     k3plus: value of k3, gradient of k2.
 
     Args:

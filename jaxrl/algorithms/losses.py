@@ -47,8 +47,8 @@ class Terms:
     """log(policy / old) at ``ratio_level``, with gradient."""
     mask: jax.Array
     """1 at scored tokens."""
-    segment_ids: jax.Array
-    """int32; 1, 2, ... number the sequences of a row."""
+    sample_ids: jax.Array
+    """int32; 1, 2, ... number the samples of a row: sequences, or episodes with all their rows."""
 
     @property
     def ratio(self) -> jax.Array:
@@ -56,12 +56,12 @@ class Terms:
         return _exp(self.log_ratio)
 
     def sequence_sum(self, values: jax.Array) -> jax.Array:
-        """Sum of values [R, T] over the scored tokens of a sequence, at each of its tokens."""
-        return _sequence_sum(values * self.mask, self.segment_ids)
+        """Sum of values [R, T] over the scored tokens of a sample, at each of its tokens."""
+        return _sequence_sum(values * self.mask, self.sample_ids)
 
     def sequence_mean(self, values: jax.Array) -> jax.Array:
-        """Mean of values [R, T] over the scored tokens of a sequence, at each of its tokens."""
-        return self.sequence_sum(values) / jnp.maximum(_sequence_sum(self.mask, self.segment_ids), 1.0)
+        """Mean of values [R, T] over the scored tokens of a sample, at each of its tokens."""
+        return self.sequence_sum(values) / jnp.maximum(_sequence_sum(self.mask, self.sample_ids), 1.0)
 
 
 def clip(terms: Terms, config: AlgoConfig) -> jax.Array:
@@ -273,7 +273,7 @@ def _terms(log_probs: jax.Array, entropies: jax.Array, batch: TrainBatch, config
         advantages=jnp.zeros_like(policy) if config.supervised else clean(batch.advantages),
         log_ratio=policy - old,
         mask=scored.astype(jnp.float32),
-        segment_ids=batch.segment_ids,
+        sample_ids=batch.segment_ids if batch.sample_ids is None else batch.sample_ids,
     )
     if config.ratio_level == "sequence":  # GSPO, arXiv:2507.18071, eq. 7
         return dataclasses.replace(terms, log_ratio=terms.sequence_mean(terms.log_ratio))
@@ -287,8 +287,11 @@ def _constant_weight(terms: Terms, config: AlgoConfig) -> jax.Array:
     weight = terms.mask
     if config.sampler_correction != "none" and not config.supervised:
         weight = weight * _sampler_weight(_sampler_ratio(terms, config), config)
-    if config.off_policy_mask is not None:  # DeepSeek-V3.2, arXiv:2512.02556
-        drift = terms.sequence_mean(terms.old_log_probs - terms.log_probs)
+    if config.off_policy_mask is not None:
+        # DeepSeek-V3.2 (arXiv:2512.02556), section 3.1: against the sampler's own log-probs, so that both
+        # the updates since then and the difference between sampler and trainer count.
+        sampled = terms.old_log_probs if terms.rollout_log_probs is None else terms.rollout_log_probs
+        drift = terms.sequence_mean(sampled - terms.log_probs)
         weight = jnp.where((terms.advantages < 0) & (drift > config.off_policy_mask), 0.0, weight)
     return jax.lax.stop_gradient(weight)
 
@@ -298,7 +301,12 @@ def _kl_to_reference(terms: Terms, config: AlgoConfig) -> jax.Array:
     if terms.ref_log_probs is None:
         raise ValueError("kl_coef > 0 in the loss needs ref_log_probs in the batch")
     kl = estimate(terms.log_probs, terms.ref_log_probs, config.kl_estimator)
-    return kl * _exp(terms.log_probs - terms.old_log_probs) if config.kl_unbiased else kl
+    if not config.kl_unbiased:
+        return kl
+    ratio = _exp(terms.log_probs - terms.old_log_probs)
+    # k1 and k3 have the right value, so the gradient of ratio x value is that of the KL. k2 and k3plus have
+    # the right gradient, which the ratio weighs.
+    return kl * (jax.lax.stop_gradient(ratio) if config.kl_estimator in ("k2", "k3plus") else ratio)
 
 
 def _sampler_ratio(terms: Terms, config: AlgoConfig) -> jax.Array:
@@ -376,10 +384,10 @@ def _exp(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
 
 
-def _sequence_sum(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """[R, T] sum over each segment of a row, at each of its tokens. T tokens hold at most T segments."""
+def _sequence_sum(values: jax.Array, sample_ids: jax.Array) -> jax.Array:
+    """[R, T] sum over each sample of a row, at each of its tokens. T tokens hold at most T samples."""
 
-    def row(values: jax.Array, segments: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(values, segments, num_segments=values.shape[0] + 1)[segments]
+    def row(values: jax.Array, samples: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(values, samples, num_segments=values.shape[0] + 1)[samples]
 
-    return jax.vmap(row)(values, segment_ids)
+    return jax.vmap(row)(values, sample_ids)

@@ -57,11 +57,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "advantage_std": "none",
             "ratio_level": "sequence_sum",
             "aggregation": "sequence_mean",
+            "sampler_level": "sequence",
             "kl_in": "reward",
             "kl_estimator": "k1",
         },
         # REINFORCE++ (arXiv:2501.03262): no group baseline, advantages normalised over the whole batch; a KL
-        # penalty (kl_coef) goes into the reward.
+        # penalty (kl_coef) goes into the reward. Each token gets the KL of its whole sequence; the paper sums
+        # it from the token on, which has the same mean before the normalisation and less variance.
         "reinforce_pp": {
             **_SYMMETRIC_CLIP,
             "advantage": "none",

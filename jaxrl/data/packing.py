@@ -42,6 +42,8 @@ class BatchShape:
     """Ta: tokens of a row of attention."""
     page: int = 1
     """Divides Ta: see ``batch.AttentionLayout``."""
+    whole_samples: bool = False
+    """Whether sequences of the same ``sample`` lie in one row, with ``TrainBatch.sample_ids``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +82,15 @@ class BatchConfig:
         num_shards: int = 1,
         group_size: int = 1,
         completion_tokens: int = 0,
+        sample_sequences: int = 1,
         multiple: int = 8,
     ) -> BatchShape:
         """The shape in which any ``num_sequences`` sequences have room.
 
         Args:
             longest_tokens: the longest sequence there can be.
+            sample_sequences: most sequences of a sample that have to lie in one row; they divide
+                ``num_sequences``.
             num_shards: devices that the rows are split over.
             group_size: completions of a prompt; 1: there is nothing to share.
             completion_tokens: of ``longest_tokens``, those that are not the prompt's.
@@ -97,27 +102,32 @@ class BatchConfig:
         """
         share = self.share_prompts and group_size > 1
         longest = -(-longest_tokens // multiple) * multiple
+        together, what = longest_tokens * sample_sequences, "the longest sequence"
+        if sample_sequences > 1:
+            what = f"an episode of up to {sample_sequences} rows (environment.turns), which is one action"
         if self.row_tokens is not None:
             length = self.row_tokens
         elif share:
-            length = max(longest, self.micro_batch_tokens // num_shards // multiple * multiple)
+            length = max(
+                longest * sample_sequences, self.micro_batch_tokens // num_shards // multiple * multiple
+            )
         else:
-            length = longest
-        if length < longest_tokens:
+            length = longest * sample_sequences
+        if length < together:
             raise ConfigError(
-                f"{length} has no room for the longest sequence, of {longest_tokens} (prompt + completion)",
-                "batch.row_tokens",
+                f"{length} has no room for {what}, of {together} (prompt + completion)", "batch.row_tokens"
             )
         rows = self.micro_batch_tokens // length // num_shards * num_shards
         if rows == 0:
             raise ConfigError(
                 f"{self.micro_batch_tokens} has no room for {num_shards} row(s) of {length} tokens, one for "
-                f"each data-parallel device; needed are at least {num_shards * length}",
+                f"each data-parallel device (a row holds {what}); needed are at least {num_shards * length}",
                 "batch.micro_batch_tokens",
             )
-        most = -(-rows_needed(num_sequences, longest_tokens, length) // rows)
+        most = -(-rows_needed(num_sequences // sample_sequences, together, length) // rows)
+        whole = sample_sequences > 1
         if not share:
-            return BatchShape(micro_batches=most, rows=rows, tokens=length)
+            return BatchShape(micro_batches=most, rows=rows, tokens=length, whole_samples=whole)
         prompt = longest_tokens - completion_tokens
         group = prompt + group_size * completion_tokens
         held, rest = length // group * group_size, length % group
@@ -130,6 +140,7 @@ class BatchConfig:
             attention_rows=max(1, length // longest_tokens, held + held // 2),
             attention_tokens=longest,
             page=max(d for d in range(1, max(8, longest // 16) + 1) if longest % d == 0),
+            whole_samples=whole,
         )
 
 
@@ -205,7 +216,14 @@ def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int,
             f"a sequence of {lengths.max()} tokens has no room in a row of {longest}",
             "batch.row_tokens",
         )
-    room = _first_fit(sequences, shape)
+    samples = _samples(sequences, shape)
+    together = max((sum(lengths[i] for i in sample) for sample in samples), default=0)
+    if together > shape.tokens:
+        raise ConfigError(
+            f"an episode of {together} tokens has no room in a row of {shape.tokens}", "batch.row_tokens"
+        )
+    groups = _groups(sequences, samples, shape)
+    room = _first_fit(sequences, groups, shape)
     used = -(-room.num_used // shape.rows)
     if used > shape.micro_batches:
         raise ConfigError(
@@ -213,7 +231,7 @@ def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int,
             f"tokens, and there is room for {shape.micro_batches}",
             "batch.micro_batch_tokens",
         )
-    room = _emptiest_first(sequences, shape, used * shape.rows) or room
+    room = _emptiest_first(sequences, groups, shape, used * shape.rows) or room
     batch, index = _write(sequences, shape, room)
     return batch, used, index
 
@@ -253,23 +271,30 @@ class _Room:
             return enough
         return enough & (self.pages[rows] >= -(-length // self.shape.page)).any(-1)
 
-    def put(self, i: int, sequence: Sequence, row: int) -> bool:
-        """Put sequence ``i`` in ``row``; False when it does not fit there."""
-        shared = _shared(sequence, self.shape)
-        rows = self.rows_of.setdefault(sequence.group, []) if shared else []
-        tokens = len(sequence) - (shared if row in rows else 0)
-        if not self.fits(row, tokens, len(sequence)):
+    def put(self, sample: list[int], sequences: list[Sequence], row: int) -> bool:
+        """Put the sequences of a sample, by number, in ``row``; False when they do not fit there."""
+        first = sequences[sample[0]]  # of several, no other shares its prompt
+        shared = _shared(first, self.shape)
+        rows = self.rows_of.setdefault(first.group, []) if shared else []
+        tokens = sum(len(sequences[i]) for i in sample) - (shared if row in rows else 0)
+        if self.tokens[row] < tokens:
             return False
+        places, pages = [], self.pages[row].copy()
+        if self.shape.attention_rows is not None:
+            for i in sample:
+                needed = -(-len(sequences[i]) // self.shape.page)
+                lane = int(np.argmax(pages >= needed))
+                if pages[lane] < needed:
+                    return False
+                places.append((lane, self.shape.attention_tokens - pages[lane] * self.shape.page))
+                pages[lane] -= needed
+            self.place[sample, 1:] = places
         if row not in rows:
             rows.append(row)
         self.tokens[row] -= tokens
+        self.pages[row] = pages
         self.num_used = max(self.num_used, row + 1)
-        self.place[i, 0] = row
-        if self.shape.attention_rows is not None:
-            needed = -(-len(sequence) // self.shape.page)
-            lane = int(np.argmax(self.pages[row] >= needed))
-            self.place[i, 1:] = lane, self.shape.attention_tokens - self.pages[row, lane] * self.shape.page
-            self.pages[row, lane] -= needed
+        self.place[sample, 0] = row
         return True
 
 
@@ -278,35 +303,51 @@ def _shared(sequence: Sequence, shape: BatchShape) -> int:
     return 0 if shape.attention_rows is None or sequence.group is None else sequence.prompt_tokens
 
 
-def _groups(sequences: list[Sequence], shape: BatchShape) -> list[list[int]]:
-    """Numbers of the sequences that share a prompt; longest first, in a group and among groups."""
-    groups: dict[tuple[bool, int | None], list[int]] = {}
-    for i in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
-        shared = _shared(sequences[i], shape) > 0
-        groups.setdefault((shared, sequences[i].group if shared else i), []).append(i)
+def _samples(sequences: list[Sequence], shape: BatchShape) -> list[list[int]]:
+    """Numbers of the sequences that have to lie in one row."""
+    samples: dict[tuple[bool, int | None], list[int]] = {}
+    for i, s in enumerate(sequences):
+        together = shape.whole_samples and s.sample is not None
+        samples.setdefault((together, s.sample if together else i), []).append(i)
+    return list(samples.values())
+
+
+def _groups(sequences: list[Sequence], samples: list[list[int]], shape: BatchShape) -> list[list[list[int]]]:
+    """Samples that share a prompt; longest first, in a group and among groups."""
+    groups: dict[tuple[bool, int | None], list[list[int]]] = {}
+    for sample in sorted(samples, key=lambda sample: -sum(len(sequences[i]) for i in sample)):
+        first = sequences[sample[0]]
+        shared = _shared(first, shape) > 0
+        groups.setdefault((shared, first.group if shared else sample[0]), []).append(sample)
     return list(groups.values())
 
 
-def _first_fit(sequences: list[Sequence], shape: BatchShape) -> _Room:
-    """Each sequence into a row that has its prompt, or else into the first where both have room."""
+def _first_fit(sequences: list[Sequence], groups: list[list[list[int]]], shape: BatchShape) -> _Room:
+    """Each sample into a row that has its prompt, or else into the first where both have room."""
     room = _Room(shape, len(sequences), len(sequences))
-    for i in (i for members in _groups(sequences, shape) for i in members):
-        s = sequences[i]
-        if _shared(s, shape) and any(room.put(i, s, row) for row in room.rows_of.get(s.group, ())):
+    for sample in (sample for group in groups for sample in group):
+        first, lengths = sequences[sample[0]], [len(sequences[i]) for i in sample]
+        if _shared(first, shape) and any(
+            room.put(sample, sequences, row) for row in room.rows_of.get(first.group, ())
+        ):
             continue
-        room.put(i, s, int(np.argmax(room.fits(slice(room.num_used + 1), len(s), len(s)))))
+        rows = np.flatnonzero(room.fits(slice(room.num_used + 1), sum(lengths), max(lengths)))
+        assert any(room.put(sample, sequences, int(row)) for row in rows)
     return room
 
 
-def _emptiest_first(sequences: list[Sequence], shape: BatchShape, num_rows: int) -> _Room | None:
+def _emptiest_first(
+    sequences: list[Sequence], groups: list[list[list[int]]], shape: BatchShape, num_rows: int
+) -> _Room | None:
     """Whole groups, longest first, each into the emptiest of ``num_rows``; None when one does not fit."""
     room = _Room(shape, len(sequences), num_rows)
-    groups = _groups(sequences, shape)
-    shared = [_shared(sequences[members[0]], shape) for members in groups]
-    sizes = [p + sum(len(sequences[i]) - p for i in m) for p, m in zip(shared, groups, strict=True)]
+    sizes = []
+    for group in groups:
+        prompt = _shared(sequences[group[0][0]], shape)
+        sizes.append(prompt + sum(sum(len(sequences[i]) for i in sample) - prompt for sample in group))
     for g in np.argsort(np.negative(sizes), kind="stable"):
         row = int(np.argmax(room.tokens))
-        if not all(room.put(i, sequences[i], row) for i in groups[g]):
+        if not all(room.put(sample, sequences, row) for sample in groups[g]):
             return None
     return room
 
@@ -317,8 +358,10 @@ def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[T
     count, tokens = lead[0] * lead[1], shape.tokens
     names = [n for n in _PER_TOKEN if _has(sequences, n)]
     floats = {name: np.zeros((count, tokens), np.float32) for name in names}
-    ints = {name: np.zeros((count, tokens), np.int32) for name in ("tokens", "positions", "segment_ids")}
+    columns = ("tokens", "positions", "segment_ids", *(("sample_ids",) if shape.whole_samples else ()))
+    ints = {name: np.zeros((count, tokens), np.int32) for name in columns}
     filled, segments = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    numbers: list[dict[Any, int]] = [{} for _ in range(count)]  # of the samples of a row
     attention = None if shape.attention_rows is None else _Attention(shape, count)
     prompts: dict[tuple[int, int | None], int] = {}
     index = np.zeros((4, len(sequences)), np.int64)
@@ -329,6 +372,9 @@ def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[T
         place = row, slice(start, start + len(positions))
         ints["tokens"][place], ints["positions"][place] = s.tokens[part], positions
         ints["segment_ids"][place] = segments[row]
+        if shape.whole_samples:
+            sample = ("alone", segments[row]) if s.sample is None else s.sample
+            ints["sample_ids"][place] = numbers[row].setdefault(sample, len(numbers[row]) + 1)
         filled[row] += len(positions)
         return int(start)
 

@@ -53,7 +53,8 @@ def test_default_is_the_consensus_recipe():
         (
             "rloo",
             {"advantage": "leave_one_out", "advantage_std": "none", "ratio_level": "sequence_sum"}
-            | {"kl_in": "reward", "kl_estimator": "k1", "aggregation": "sequence_mean"},
+            | {"kl_in": "reward", "kl_estimator": "k1", "aggregation": "sequence_mean"}
+            | {"sampler_level": "sequence"},
         ),
         (
             "reinforce_pp",
@@ -114,7 +115,12 @@ def test_a_preset_of_the_user():
         ({"advantage": "none"}, "advantage_std", "group"),
         ({"advantage_std": "batch", "whiten": "sequence"}, "advantage_std", "whiten"),
         ({"std_epsilon": -1.0}, "std_epsilon", "at least 0"),
-        ({"ratio_level": "sequence_sum"}, "aggregation", "sequence_mean"),
+        (
+            {"ratio_level": "sequence_sum", "sampler_level": "sequence"},
+            "aggregation",
+            "sequence_mean",
+        ),
+        ({"ratio_level": "sequence"}, "sampler_level", "sequence"),
         ({"constant_length_tokens": 0, "aggregation": "constant"}, "constant_length_tokens", "at least 1"),
         ({"sampler_max": 0.5}, "sampler_max", "sampler_min < 1 < sampler_max"),
         ({"sampler_min": 1.1}, "sampler_min", "sampler_min < 1 < sampler_max"),
@@ -241,7 +247,10 @@ def test_dead_keys_change_nothing_and_live_keys_something(mode):
 
 ALWAYS = {"advantage_std", "entropy_coef", "kl_coef", "mask_truncated", "overlong_penalty", "reward_combine"}
 LIVE = {
-    "default": {*ALWAYS, "std_epsilon", "sampler_max", "sampler_level", "sampler_correction"},
+    "default": {
+        *ALWAYS,
+        *("std_epsilon", "sampler_max", "sampler_level", "sampler_correction", "off_policy_mask"),
+    },
     "off policy": {*ALWAYS, "clip_low", "clip_high", "clip_dual", "off_policy_mask", "ratio_level"},
     "cispo": {"cispo_low", "cispo_high", "sampler_max", "whiten"},
     "reinforce": {"advantage", "std_epsilon"},

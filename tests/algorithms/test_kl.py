@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.algorithms.kl import estimate
+from jaxrl.algorithms.losses import policy_loss
+from jaxrl.batch import TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 ESTIMATORS = ["k1", "k2", "k3", "k3plus"]
@@ -54,3 +57,39 @@ def test_expectation_under_the_policy_is_the_divergence_for_k1_and_k3():
 def test_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="k4"):
         estimate(np.zeros(1), np.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_with_kl_unbiased_the_expected_gradient_is_that_of_the_divergence(estimator, on_policy):
+    """Exactly, over six tokens that come from another policy than the one that is updated, or from it."""
+    rng = np.random.default_rng(0)
+    logits, other, ref = (rng.normal(size=6).astype(np.float32) for _ in range(3))
+    old = jax.nn.log_softmax(logits if on_policy else other)
+    ones, ids = np.ones((1, 6), np.float32), np.arange(6)[None]
+    batch = TrainBatch(
+        tokens=ids,
+        positions=ids,
+        segment_ids=ids + 1,
+        loss_mask=ones,
+        loss_weights=np.exp(old)[None],
+        advantages=0 * ones,
+        rollout_log_probs=None,
+        old_log_probs=old[None],
+        ref_log_probs=jax.nn.log_softmax(ref)[None],
+    )
+
+    def expected(logits, **settings):
+        config = AlgoConfig(kl_coef=1.0, kl_estimator=estimator, sampler_correction="none", **settings)
+        return policy_loss(jax.nn.log_softmax(logits)[None], 0 * ones, batch, config)[0]
+
+    def divergence(p, q):
+        return jnp.sum(jax.nn.softmax(p) * (jax.nn.log_softmax(p) - jax.nn.log_softmax(q)))
+
+    found, exact = jax.grad(expected)(logits, kl_unbiased=True), jax.grad(divergence)(logits, ref)
+    np.testing.assert_allclose(found, exact, atol=1e-6)
+    if on_policy:  # the ratio is 1, and its gradient is all that k1 and k3 lack
+        plain = jax.grad(expected)(logits)
+        reverse = jax.grad(lambda p: divergence(ref, p))(logits)
+        want = {"k1": 0 * exact, "k2": exact, "k3": reverse, "k3plus": exact}[estimator]
+        np.testing.assert_allclose(plain, want, atol=1e-6)

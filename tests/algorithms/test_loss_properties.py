@@ -262,6 +262,46 @@ def test_sampler_difference_is_measured_between_the_same_weights():
         np.testing.assert_allclose(found["sampler/clipped_fraction"], (ratio > 2.0).mean(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_the_off_policy_mask_sees_the_sampler(updated):
+    """DeepSeek-V3.2: with log-probs of the sampler, so also where one update has a ratio of exactly 1."""
+    log_probs, entropies, batch = make_batch(advantages=-np.ones((4, 16), np.float32))
+    old = log_probs + 0.05 if updated else None
+    config = AlgoConfig(off_policy_mask=0.1)
+    # The trainer is 1 nat a token below the sampler in the first sequence of each row, and equal in the
+    # second.
+    away = log_probs + (batch.segment_ids == 1)
+    batch = TrainBatch(**{**vars(batch), "old_log_probs": old, "rollout_log_probs": away})
+    _, (grad, _) = loss_and_gradient(log_probs, entropies, batch, config)
+    scored = batch.loss_mask > 0
+    assert not np.asarray(grad)[scored & (batch.segment_ids == 1)].any()
+    assert np.asarray(grad)[scored & (batch.segment_ids == 2)].all()
+    praised = TrainBatch(**{**vars(batch), "advantages": -batch.advantages})
+    assert np.asarray(loss_and_gradient(log_probs, entropies, praised, config)[1][0])[scored].all()
+
+
+@pytest.mark.parametrize("offset", [-0.3, 0.05])
+def test_rloo_corrects_for_the_sampler_by_whole_sequences(offset):
+    """Every token of 10 is off by as much: the sequence's ratio is exp(10 x offset), 0.050 for -0.3; a mean
+    of the weights of tokens would be 0.741."""
+    log_probs = np.linspace(-2.0, -1.0, 10, dtype=np.float32)[None]
+    config = AlgoConfig(**PRESETS["rloo"])
+    ones = np.ones((1, 10), np.float32)
+    weights = ones * loss_weights(np.array([10]), config, max_completion_tokens=10)
+    ids = ones.astype(np.int32)
+    batch = TrainBatch(
+        tokens=ids,
+        positions=ids,
+        segment_ids=ids,
+        loss_mask=ones,
+        loss_weights=weights,
+        advantages=ones,
+        rollout_log_probs=log_probs - np.float32(offset),
+    )
+    _, (grad, _) = loss_and_gradient(log_probs, 0 * ones, batch, config)
+    np.testing.assert_allclose(grad, -np.exp(10 * offset) * ones, rtol=1e-5)
+
+
 # How the weights of one update average a loss: against the aggregation of other libraries.
 
 
