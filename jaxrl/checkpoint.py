@@ -53,7 +53,7 @@ class CheckpointConfig:
     best_mode: Literal["max", "min"] = setting("max", "whether more or less of best_metric is better")
     asynchronous: bool = setting(True, "write in the background while the next step runs")
     output_dir: str | None = setting(
-        None, "as output_dir, for the checkpoints alone; may be gs://bucket/path. null: the same"
+        None, "as output_dir, for the checkpoints alone; may be gs://bucket/path. null: the same", path=True
     )
     grace_seconds: float | None = setting(
         300.0,

@@ -25,7 +25,7 @@ import numpy as np
 from jaxrl import distributed, strict_json
 from jaxrl.assembly import Assembly, assemble, split_checkpoint
 from jaxrl.batch import Prompts, Rollouts
-from jaxrl.config import ConfigError, run_cli
+from jaxrl.config import ConfigError, given_file, given_path, run_cli
 from jaxrl.data.pipeline import load_prompts
 from jaxrl.preemption import check
 from jaxrl.progress import Progress
@@ -156,14 +156,27 @@ def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     return rows
 
 
-def config_of_run(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """``--run DIR`` taken out of the arguments, and the run's own configuration put in its place."""
-    argv = list(argv)
-    if "--run" not in argv:
-        return None, argv
-    at = argv.index("--run")
-    run = argv[at + 1] if at + 1 < len(argv) else ""
-    folder, _ = split_checkpoint(run, "--run")
+def run_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--run``, which ``config_of_run`` reads."""
+    text = "a run's folder, or <run>/checkpoints/<step>; may be gs://; instead of --config"
+    parser.add_argument("--run", metavar="DIR", type=given_path, help=text)
+
+
+def config_of_run(options: argparse.Namespace) -> str | None:
+    """The config file of ``--run``, or of ``--config``.
+
+    Raises:
+        ConfigError: both are given, or ``--run`` and ``init_from``; or there is no such run.
+    """
+    if options.run is None:
+        return options.config
+    if options.config is not None:
+        raise ConfigError(
+            f"given with --config {options.config}; a run has a configuration, keep one", "--run"
+        )
+    if any(word.partition("=")[0].strip() == "init_from" for word in options.overrides):
+        raise ConfigError("given with --run, which names the parameters; keep one", "init_from")
+    folder, _ = split_checkpoint(options.run, "--run")
     if is_remote(folder):
         text = Folder(folder).read("config.yaml")
         if text is None:
@@ -171,29 +184,29 @@ def config_of_run(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         folder = tempfile.mkdtemp(prefix="jaxrl-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         Path(folder, "config.yaml").write_bytes(text)
-    return run, [*argv[:at], *argv[at + 2 :], "--config", f"{folder}/config.yaml"]
+    return f"{folder}/config.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
 
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; instead of --config"
-        )
-        parser.add_argument(
-            "--output", metavar="FILE", help="also write the metrics and every completion as JSON"
-        )
+        run_option(parser)
+        text = "also write the metrics and every completion as JSON"
+        parser.add_argument("--output", metavar="FILE", type=given_file, help=text)
 
-    run, argv = config_of_run(argv)
     config, given = parse(
-        [*argv, "eval.at_end=true"],  # so that no eval key counts as one without effect
+        argv,
         prog="python -m jaxrl.evaluate",
         description="pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.",
         add_options=options,
+        find_config=config_of_run,
+        implied=["eval.at_end=true"],  # so that no eval key counts as one without effect
     )
-    if run:
-        config = dataclasses.replace(config, init_from=run)
+    if not config.eval.enabled:
+        raise ConfigError("false, but an evaluation is asked for; leave it out", "eval.at_end")
+    if given.run:
+        config = dataclasses.replace(config, init_from=given.run)
     if not config.rewards.terms:
         raise ConfigError(
             "no reward is given; evaluation needs at least one to score completions", "rewards.terms"
@@ -215,7 +228,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name:28} {value:.4f}")
         if given.output:
             rows = sample_rows(completions, scores)
-            Path(given.output).write_text(strict_json.dumps({"metrics": found, "samples": rows}, indent=1))
+            output = Path(given.output)
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(strict_json.dumps({"metrics": found, "samples": rows}, indent=1))
     return 0
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from jaxrl import distributed, hub
 from jaxrl.assembly import Assembly, assemble
-from jaxrl.config import ConfigError, run_cli
+from jaxrl.config import ConfigError, folder_problem, given_path, run_cli
 from jaxrl.data.chat import Renderer
-from jaxrl.evaluate import config_of_run
+from jaxrl.evaluate import config_of_run, run_option
 from jaxrl.models import hf
 from jaxrl.models.config import DTYPES
 from jaxrl.settings import parse
@@ -29,28 +29,38 @@ from jaxrl.settings import parse
 GENERATION_FILE = "generation_config.json"
 
 
+def _config_of_run(options: argparse.Namespace) -> str | None:
+    """``--run`` has to be given here, and ``--output``."""
+    if missing := [f"--{name}" for name in ("run", "output") if getattr(options, name) is None]:
+        raise ConfigError(f"{' and '.join(missing)} missing; see python -m jaxrl.export --help")
+    return config_of_run(options)
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
 
     def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--run", metavar="DIR", help="a run's folder, or <run>/checkpoints/<step>; or gs://"
-        )
-        parser.add_argument("--output", metavar="DIR", help="folder to write; must not exist")
+        run_option(parser)
+        text = "folder to write; must not exist"
+        parser.add_argument("--output", metavar="DIR", type=given_path, help=text)
         parser.add_argument(
             "--dtype", choices=(*DTYPES, "float16"), help="type of the weights; default: model.param_dtype"
         )
 
-    run, argv = config_of_run(argv)
     config, given = parse(
         argv,
         prog="python -m jaxrl.export",
         description="Write a checkpoint as a Hugging Face folder: weights, config, tokenizer.",
         add_options=options,
+        find_config=_config_of_run,
     )
-    for name, value in (("--run", run), ("--output", given.output)):
-        if not value:
-            raise ConfigError(f"{name} is missing; see python -m jaxrl.export --help")
+    run, output = given.run, Path(given.output)
+    if "://" in given.output:
+        raise ConfigError(f"{given.output!r}: needs a folder on a file system", "--output")
+    if output.exists():
+        raise ConfigError(f"{output} exists already; give another name", "--output")
+    if problem := folder_problem(output.parent):
+        raise ConfigError(problem, "--output")
     distributed.start()
     parts = assemble(dataclasses.replace(config, init_from=run))
     params = parts.initial_params()

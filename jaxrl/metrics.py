@@ -57,6 +57,11 @@ class MetricsConfig:
         "serve the latest metrics at http://<host>:<port>/metrics for Prometheus (the first process alone); "
         "0: any free port, which the log names; null: off",
     )
+    prometheus_host: str = setting(
+        "127.0.0.1",
+        "address that prometheus_port listens on; 127.0.0.1: this machine alone; 0.0.0.0: every interface, "
+        "as a Prometheus elsewhere needs it",
+    )
     samples_per_step: int = setting(16, "completions of each step kept in <run>/samples; 0: none")
     sample_characters: int = setting(
         8000, "characters kept of a sample's text; longer ones lose their middle"
@@ -74,6 +79,8 @@ class MetricsConfig:
     def problems(self) -> Iterable[tuple[str, str]]:
         if self.prometheus_port is not None and not 0 <= self.prometheus_port < 2**16:
             yield "prometheus_port", f"{self.prometheus_port}: needs a port from 0 to 65535, or null"
+        if not self.prometheus_host.strip():
+            yield "prometheus_host", "empty; needs an address, 0.0.0.0 for every interface"
         if self.samples_per_step < 0:
             yield "samples_per_step", f"{self.samples_per_step}: needs 0 (no samples) or a number of rows"
         if self.sample_characters < 100:
@@ -233,7 +240,8 @@ class MetricsWriter:
         if config.wandb:
             _import_wandb(config.wandb)  # before any file is touched
         if config.prometheus_port is not None:
-            self._prometheus = PrometheusEndpoint(config.prometheus_port, self.run_dir.resolve().name)
+            name = self.run_dir.resolve().name
+            self._prometheus = PrometheusEndpoint(config.prometheus_port, name, config.prometheus_host)
         if resume_step is None:
             _set_aside(self.run_dir)
         else:
@@ -318,15 +326,14 @@ class MetricsWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Flushes and closes everything; more than once is fine."""
-        if self._file:
-            self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
-        if self._prometheus:
-            self._prometheus.close()
+        """Flushes and closes everything; more than once is fine. What cannot be flushed is a warning: a run
+        that has come to its end has succeeded."""
+        for part in (self._file, self._tensorboard, self._wandb, self._prometheus):
+            try:
+                if part:
+                    (part.finish if part is self._wandb else part.close)()
+            except Exception as error:
+                logger.warning("%s: %s: %s", self.run_dir, type(error).__name__, error)
         self.enabled, self._file, self._tensorboard, self._wandb = False, None, None, None
         self._prometheus = None
 

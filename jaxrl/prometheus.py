@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
@@ -27,14 +28,15 @@ class PrometheusEndpoint:
     """Serves ``/metrics`` until ``close``.
 
     Args:
-        port: where to listen, on all interfaces; 0: any free port.
+        port: where to listen; 0: any free port.
         run: the run's name, the label ``run`` of every metric.
+        host: address or name of the interface to listen on; 0.0.0.0: all of them.
 
     Raises:
         ConfigError: the port cannot be had.
     """
 
-    def __init__(self, port: int, run: str):
+    def __init__(self, port: int, run: str, host: str = "127.0.0.1"):
         self._run = run
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
@@ -45,14 +47,20 @@ class PrometheusEndpoint:
             "jaxrl_steps", "Steps that this process has logged", ["run"], registry=self._registry
         )
         try:
-            self._server, self._thread = start_http_server(port, registry=self._registry)
+            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
+        except socket.gaierror as error:
+            raise ConfigError(
+                f"{host!r}: no address of this machine ({error}); for all of its interfaces write 0.0.0.0",
+                key="metrics.prometheus_host",
+            ) from error
         except OSError as error:
             raise ConfigError(
-                f"{port}: cannot listen there ({error}); needs a free port, or null for no endpoint",
+                f"{port}: cannot listen there, on {host} ({error}); needs a free port, or null for no "
+                "endpoint",
                 key="metrics.prometheus_port",
             ) from error
         self.port: int = self._server.server_port
-        logger.info("metrics for Prometheus: http://localhost:%d/metrics", self.port)
+        logger.info("metrics for Prometheus: http://%s:%d/metrics", host, self.port)
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """The numbers of a step by name; None stands for NaN. What an earlier step had and this one has not

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,18 +14,33 @@ from jaxrl import distributed, strict_json
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
-from jaxrl.config import ConfigError, to_dict, to_yaml
-from jaxrl.metrics import METRICS_FILE, environment
+from jaxrl.config import ConfigError, folder_problem, to_dict, to_yaml
+from jaxrl.metrics import METRICS_FILE, WANDB_ID_FILE, environment, parse_line
 from jaxrl.programs import state_shapes
 from jaxrl.settings import RunConfig
 from jaxrl.step import init_train_state
-from jaxrl.storage import Folder
+from jaxrl.storage import Folder, is_remote
 
 logger = logging.getLogger("jaxrl")
 
 CONFIG_FILE = "config.yaml"
 _NOT_OF_THE_RUN = ("name", "output_dir", "resume", "checkpoint", "metrics", "profile")
 """Sections that do not change what is computed."""
+
+
+def check_folders(config: RunConfig) -> None:
+    """See that the run's files can be written, before anything is loaded for it.
+
+    Raises:
+        ConfigError: they cannot, with the key of each folder.
+    """
+    folders = {"output_dir": str(config.run_dir), "executables": config.executables}
+    if config.checkpoint.output_dir is not None:
+        folders["checkpoint.output_dir"] = config.checkpoint_run
+    local = {key: folder for key, folder in folders.items() if folder and not is_remote(folder)}
+    found = [(key, problem) for key, folder in local.items() if (problem := folder_problem(folder))]
+    if found:
+        raise ConfigError(found)
 
 
 def open_run_dir(config: RunConfig) -> Checkpoints:
@@ -49,10 +65,11 @@ def open_run_dir(config: RunConfig) -> Checkpoints:
             _set_aside(run)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / CONFIG_FILE).write_text(to_yaml(config))
-        if config.checkpoint.output_dir is not None:
+        if _is_elsewhere(config, run):
             run.make()
             run.write(CONFIG_FILE, to_yaml(config).encode())
-            _fetch_metrics(config, run)
+            if found and config.resume != "never":
+                _fetch_records(config, run)
     distributed.barrier("run folder")
     return Checkpoints(run.path, config.checkpoint)
 
@@ -79,21 +96,43 @@ def _set_aside(run: Folder) -> None:
     logger.warning("%s is of an earlier run; it is now %s", run / "checkpoints", old)
 
 
-def _fetch_metrics(config: RunConfig, run: Folder) -> None:
-    """A new machine has no metrics of the run: they come from the bucket, where ``keep_metrics`` put
-    them."""
-    path = config.run_dir / METRICS_FILE
-    if config.resume != "never" and not path.exists() and (data := run.read(METRICS_FILE)) is not None:
+_RECORDS = (METRICS_FILE, WANDB_ID_FILE)
+"""What a run needs to go on on another machine, beside its checkpoints."""
+
+
+def _is_elsewhere(config: RunConfig, run: Folder) -> bool:
+    """Whether the checkpoints' folder is another than the run's own."""
+    return run.remote or not run.exists() or not os.path.samefile(run.path, config.run_dir)
+
+
+def _fetch_records(config: RunConfig, run: Folder) -> None:
+    """Take the metrics from beside the checkpoints, where ``keep_records`` put them, when this machine has
+    none or only those of earlier steps."""
+    for name in _RECORDS:
+        path, data = config.run_dir / name, run.read(name)
+        if data is None or (path.exists() and _last_step(path.read_bytes()) >= _last_step(data)):
+            continue
         path.write_bytes(data)
-        logger.info("the metrics so far come from %s/%s", run, METRICS_FILE)
+        logger.info("%s so far comes from %s", name, run)
 
 
-def keep_metrics(config: RunConfig, checkpoints: Checkpoints) -> None:
-    """Copy the metrics to the bucket that holds the checkpoints; nothing to do when that is a file
-    system."""
-    path = config.run_dir / METRICS_FILE
-    if checkpoints.run.remote and distributed.is_first() and path.exists():
-        checkpoints.run.write(METRICS_FILE, path.read_bytes())
+def _last_step(data: bytes) -> int:
+    records = (parse_line(line) for line in data.decode(errors="replace").splitlines())
+    return max((record["step"] for record in records if record and "step" in record), default=-1)
+
+
+def keep_records(config: RunConfig, checkpoints: Checkpoints) -> None:
+    """Copy the metrics to where the checkpoints are, when that is not the run's own folder. What cannot be
+    copied is a warning: the next time copies all."""
+    if not distributed.is_first() or not _is_elsewhere(config, checkpoints.run):
+        return
+    for name in _RECORDS:
+        path = config.run_dir / name
+        try:
+            if path.exists():
+                checkpoints.run.write(name, path.read_bytes())
+        except Exception as error:  # a bucket's client has its own
+            logger.warning("%s could not be copied to %s: %s", path, checkpoints.run, error)
 
 
 def restore_or_start(

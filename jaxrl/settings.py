@@ -28,6 +28,9 @@ from jaxrl.rollout.config import RolloutConfig, Sampling, sampling_problems
 from jaxrl.sharding import MeshConfig
 from jaxrl.step import OptimConfig
 
+_NAME_CHARACTERS = 128
+"""Longest name of a run."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -38,7 +41,7 @@ class EvalConfig:
     at_start: bool = setting(False, "evaluate before the first step")
     at_end: bool = setting(False, "evaluate after the last step")
     source: str | None = setting(None, "as data.source; null: the same")
-    path: str | None = setting(None, "as data.path; null: the same")
+    path: str | None = setting(None, "as data.path; null: the same", path=True)
     split: str | None = setting(None, "as data.split; null: the same")
     options: dict[str, Any] | None = setting(None, "as data.options; null: the same")
     limit: int | None = setting(None, "use only the first so many rows; null: all")
@@ -73,7 +76,7 @@ class RunConfig:
     """A run of ``python -m jaxrl.train``."""
 
     name: str = setting("run", "name of the run; its files go to <output_dir>/<name>")
-    output_dir: str = setting("runs", "folder of runs")
+    output_dir: str = setting("runs", "folder of runs", path=True)
     seed: int = setting(0, "seed of parameters, data order and sampling")
     steps: int | None = setting(None, "training steps; null: until the data ends (data.epochs)")
     resume: Literal["auto", "never", "must"] | None = setting(
@@ -82,12 +85,15 @@ class RunConfig:
         "must: continue, or fail; never: set them aside and start anew; null: refuse",
     )
     init_from: str | None = setting(
-        None, "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>"
+        None,
+        "start from the parameters of another run: its folder, or one <folder>/checkpoints/<step>",
+        path=True,
     )
     executables: str | None = setting(
         None,
         "folder of compiled programs (gs:// too): those that fit, of an earlier run or of plan --save, are "
         "loaded, others compiled and written there; null: everything is compiled at its first use",
+        path=True,
     )
     model: ModelSource = factory(ModelSource, "which decoder")
     mesh: MeshConfig = factory(MeshConfig, "how the devices are split")
@@ -146,6 +152,11 @@ class RunConfig:
             yield (
                 "name",
                 f"{self.name!r}: letters, digits, '.', '_' and '-' only, so that it cannot leave output_dir",
+            )
+        if len(self.name) > _NAME_CHARACTERS:
+            yield (
+                "name",
+                f"{len(self.name)} characters; at most {_NAME_CHARACTERS}, as files are named after it",
             )
         if "://" in self.output_dir:
             yield (
@@ -295,6 +306,11 @@ class RunConfig:
             ),
             (self.profile.start_step is None, ["profile.num_steps"], "profile.start_step is null"),
             (
+                self.metrics.prometheus_port is None,
+                ["metrics.prometheus_host"],
+                "metrics.prometheus_port is null",
+            ),
+            (
                 self.rewards.workers == 0,
                 ["rewards.timeout_seconds", "rewards.pool"],
                 "rewards.workers is 0: functions run in this process",
@@ -316,13 +332,21 @@ def parse(
     prog: str,
     description: str,
     add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+    find_config: Callable[[argparse.Namespace], str | None] | None = None,
+    implied: Sequence[str] = (),
 ) -> tuple[RunConfig, argparse.Namespace]:
-    """The checked configuration of a command line, and the program's own options.
+    """The checked configuration of a command line, and the program's own options. See ``parse_cli``.
 
     Raises:
         ConfigError: everything that is wrong with it, at once.
     """
     command = loader.parse_cli(
-        argv, prog=prog, description=description, cls=RunConfig, add_options=add_options
+        argv,
+        prog=prog,
+        description=description,
+        cls=RunConfig,
+        add_options=add_options,
+        find_config=find_config,
+        implied=implied,
     )
     return command.config, command.options

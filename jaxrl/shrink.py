@@ -20,6 +20,7 @@ from jaxrl import hub
 from jaxrl.config import to_dict
 from jaxrl.data.tokenizer import listed_eos_ids
 from jaxrl.environments.config import EnvironmentConfig
+from jaxrl.metrics import MetricsConfig
 from jaxrl.models import ModelConfig, hf
 from jaxrl.models.checkpoint_files import write_tensors
 from jaxrl.models.families import SCRATCH_KEYS
@@ -167,7 +168,12 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         ),
         checkpoint=replace(config.checkpoint, every=1, output_dir=None),
         metrics=replace(
-            config.metrics, wandb=None, prometheus_port=None, compilations="count", progress="none"
+            config.metrics,
+            wandb=None,
+            prometheus_port=None,
+            prometheus_host=MetricsConfig.prometheus_host,
+            compilations="count",
+            progress="none",
         ),
         profile=replace(config.profile, start_step=None),
     )

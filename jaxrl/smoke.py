@@ -35,7 +35,7 @@ from rich.table import Table
 from jaxrl import ends, shrink
 from jaxrl.assembly import Assembly, assemble
 from jaxrl.checkpoint import Checkpoints
-from jaxrl.config import ConfigError, UserCodeError, run_cli, to_yaml
+from jaxrl.config import ConfigError, UserCodeError, run_cli, to_yaml, word_or_config
 from jaxrl.data import columns
 from jaxrl.data.pipeline import Examples, prompt_examples
 from jaxrl.environments import calls as environment_calls
@@ -455,6 +455,7 @@ def main(argv: Sequence[str]) -> int:
             prog="python -m jaxrl.smoke",
             description="Check a run's configuration, data and rewards, and rehearse it small on the CPU.",
             add_options=options,
+            find_config=word_or_config,
         )
         found.append(f"{config.name}: every key known, no problem")
     folder, code = Path(tempfile.mkdtemp(prefix=f"jaxrl-smoke-{config.name}-")), 1

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Arguments
 from typing import Any
 
@@ -40,7 +40,14 @@ from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on
 from jaxrl.programs import loop_programs
 from jaxrl.progress import Progress
 from jaxrl.report import summary, write_report
-from jaxrl.resume import keep_metrics, open_run_dir, restore_or_start, run_meta, with_date
+from jaxrl.resume import (
+    check_folders,
+    keep_records,
+    open_run_dir,
+    restore_or_start,
+    run_meta,
+    with_date,
+)
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.scoring import Scorer
 from jaxrl.settings import RunConfig, parse
@@ -94,17 +101,28 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
             r, state, meta = open_run(config, stop or threading.Event(), stack)
             done, interrupted = loop(r, state, meta)
             r.checkpoints.wait()
-        if not interrupted:
-            r.writer.event("done", step=done)
-        keep_metrics(config, r.checkpoints)
+        with warns_only("the end of the run"):
+            if not interrupted:
+                r.writer.event("done", step=done)
+            keep_records(config, r.checkpoints)
     if distributed.is_first():
         if done:
-            report = write_report(config.run_dir)
-            print(summary(config.run_dir))
-            print(f"report: {report}")
+            with warns_only("the report"):
+                report = write_report(config.run_dir)
+                print(summary(config.run_dir))
+                print(f"report: {report}")
         if interrupted:
             print(f"interrupted after step {done} and saved; the same command with resume=auto continues")
     return INTERRUPTED if interrupted else 0
+
+
+@contextlib.contextmanager
+def warns_only(what: str) -> Iterator[None]:
+    """Make an error inside a warning: the checkpoints are written, so the run has succeeded."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s could not be written: %s: %s", what, type(error).__name__, error)
 
 
 def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]:
@@ -121,8 +139,8 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
     def save() -> None:
         with r.timer.phase("checkpoint"):
             r.writer.sync()
+            keep_records(config, r.checkpoints)  # first: a checkpoint is not to outlive its metrics
             r.checkpoints.save(done, state, run_meta(config, position, latest, pending, r.origin), latest)
-            keep_metrics(config, r.checkpoints)
         compilations.forget()  # slices and copies for the writer
 
     trace_folder = config.checkpoint_run if pathways.is_used() else config.run_dir
@@ -308,6 +326,8 @@ def open_run(
     """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
     {}."""
     first = distributed.is_first()
+    if first:
+        check_folders(config)
     parts = assemble(with_date(config))
     config = parts.config
     checkpoints = stack.enter_context(open_run_dir(config))

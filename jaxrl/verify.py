@@ -21,6 +21,7 @@ from typing import Any
 from jaxrl import distributed
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.metrics import METRICS_FILE, SAMPLES_FOLDER
+from jaxrl.resume import check_folders
 from jaxrl.settings import RunConfig
 from jaxrl.storage import Folder
 
@@ -53,6 +54,7 @@ def verify_resume(config: RunConfig) -> int:
     root = Path(config.output_dir).expanduser()
     made = None
     if distributed.is_first():
+        check_folders(config)
         root.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(prefix=f"{config.name}-verify-resume-", dir=root)
     folder = Path(distributed.broadcast(made))

@@ -5,4 +5,4 @@ set -euo pipefail
 [ $# -gt 0 ] || { echo "usage: scripts/smoke.sh CONFIG [key=value ...]" >&2; exit 2; }
 python="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/python"
 [ -x "$python" ] || python=python3
-JAX_PLATFORMS=cpu exec "$python" -m jaxrl.smoke --config "$@"
+JAX_PLATFORMS=cpu exec "$python" -m jaxrl.smoke "$@"

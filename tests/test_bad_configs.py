@@ -108,7 +108,7 @@ OVERRIDES = [
     ),
     ("data.completion={answer}", "data.completion", "no effect"),
     # The command line itself
-    ("--config nowhere.yaml", "nowhere.yaml", "no such file"),
+    ("--config nowhere.yaml", "--config", "given twice"),
     ("optim.learning_rate", "optim.learning_rate", "optim.learning_rate=value"),
     ("--optim.learning_rate=1", "--optim.learning_rate=1", "no dashes"),
 ]

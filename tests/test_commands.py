@@ -24,7 +24,7 @@ def one_device(monkeypatch):
 
 @pytest.fixture
 def command(fixtures, tmp_path):
-    """command(name, *overrides) -> arguments of a run on the tiny Qwen3 of the fixtures."""
+    """command(name, *overrides) -> arguments of a run on the tiny Qwen3 of the fixtures; overrides win."""
     common = [
         f"output_dir={tmp_path}/runs",
         f"model.path={fixtures}/hf/qwen3",
@@ -51,7 +51,8 @@ def command(fixtures, tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def make(name, *overrides):
-        return [f"name={name}", *common, *overrides]
+        keys = {word.partition("=")[0] for word in overrides}
+        return [f"name={name}", *(w for w in common if w.partition("=")[0] not in keys), *overrides]
 
     return make
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from jaxrl.metrics import (
     memory_metrics,
     sample_files,
 )
+from jaxrl.prometheus import PrometheusEndpoint
 
 PLAIN = MetricsConfig(tensorboard=False)
 
@@ -392,7 +394,8 @@ def test_prometheus_gets_each_metric_as_a_gauge_of_the_run(tmp_path, caplog):
     with MetricsWriter(tmp_path / "my run", config) as writer:
         writer.log(1, {"reward/mean": 0.25, "time/step_seconds": 2, "reward/my-term": 1.0, "step": 5})
         writer.log(2, {"reward/mean": 0.5, "optim/grad_norm": float("nan"), "reward/my term": 2.0})
-        port = int(re.search(r"localhost:(\d+)/metrics", caplog.text)[1])
+        port = int(re.search(r"http://127.0.0.1:(\d+)/metrics", caplog.text)[1])
+        assert answers("127.0.0.1", port) and not answers("127.0.0.2", port)
         found = scrape(port)
         with pytest.raises(ConfigError, match=rf"metrics.prometheus_port: {port}: cannot listen"):
             MetricsWriter(tmp_path / "other", MetricsConfig(prometheus_port=port))
@@ -408,6 +411,26 @@ def test_prometheus_gets_each_metric_as_a_gauge_of_the_run(tmp_path, caplog):
     )
     with pytest.raises(urllib.error.URLError):
         scrape(port)
+
+
+def answers(address, port):
+    """Whether something listens there. On Linux 127.0.0.2 is this machine's as well: who listens on 127.0.0.1
+    alone does not answer there."""
+    with socket.socket() as s:
+        return s.connect_ex((address, port)) == 0
+
+
+def test_prometheus_of_another_machine_is_let_in_when_it_is_asked_for(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxrl")
+    config = MetricsConfig(tensorboard=False, prometheus_port=0, prometheus_host="0.0.0.0")
+    with MetricsWriter(tmp_path / "run", config) as writer:
+        writer.log(1, {"reward/mean": 0.25})
+        port = int(re.search(r"http://0.0.0.0:(\d+)/metrics", caplog.text)[1])
+        assert answers("127.0.0.2", port)
+        assert scrape(port)["jaxrl_reward_mean"] == ({"run": "run"}, 0.25)
+    with pytest.raises(ConfigError, match=r"metrics\.prometheus_host: 'no\.such\.host\.invalid'"):
+        PrometheusEndpoint(0, "run", "no.such.host.invalid")
+    assert [key for key, _ in MetricsConfig(prometheus_host="").problems()] == ["prometheus_host"]
 
 
 def test_prometheus_is_served_by_the_first_process_alone(tmp_path, caplog):

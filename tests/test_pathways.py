@@ -137,8 +137,8 @@ def logged(folder, name):
 def test_one_controller_trains_saves_traces_and_resumes(tmp_path, gcs):
     """The same numbers as without the proxy; arrays and traces go to the bucket from the other side."""
     pytest.importorskip("pathwaysutils")
-    common = ["steps=3", "resume=auto", "checkpoint.every=1"]
-    code, errors, _ = start(tmp_path, "plain", *common, proxy=False)
+    common = ["resume=auto", "checkpoint.every=1"]
+    code, errors, _ = start(tmp_path, "plain", *common, "steps=3", proxy=False)
     assert code == 0, errors
     bucket = f"gs://bucket/{gcs}"
     options = [*common, f"checkpoint.output_dir={bucket}", "profile={start_step: 2, num_steps: 1}"]
@@ -148,7 +148,7 @@ def test_one_controller_trains_saves_traces_and_resumes(tmp_path, gcs):
     assert told["written"] > 0 and told["read"] == 0
     traces = [p["profileRequest"]["traceLocation"] for p in told["programs"] if p.get("profileRequest")]
     assert traces == [f"{bucket}/one/profile"]
-    code, errors, told = start(tmp_path, "one", *options, ENABLE_PATHWAYS_PERSISTENCE="1")
+    code, errors, told = start(tmp_path, "one", *options, "steps=3", ENABLE_PATHWAYS_PERSISTENCE="1")
     assert code == 0, errors
     assert told["read"] > 0
     assert logged(tmp_path, "one") == logged(tmp_path, "plain")

@@ -44,7 +44,6 @@ def test_a_pool_on_ray():
             [
                 "rewards.pool={kind: ray, address: local}",
                 "environment={name: calculator, pool: {kind: ray}}",
-                "data.chat_template=none",
             ],
             "environment.pool.address: 'auto', but rewards.pool has 'local'",
         ),

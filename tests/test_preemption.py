@@ -215,9 +215,11 @@ def test_verify_resume_tells_exact_from_not(configure, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_lives_in_a_bucket(configure, gcs, tmp_path):
-    """Checkpoints in gs://, resumed on a machine that has nothing of the run."""
-    bucket = f"checkpoint.output_dir=gs://bucket/{gcs}"
+@pytest.mark.parametrize("place", ["bucket", "folder"])
+def test_checkpoints_elsewhere_bring_the_whole_run_back(configure, request, tmp_path, place):
+    """In gs:// or on another file system; resumed on a machine that has nothing of the run."""
+    there = f"{tmp_path}/there" if place == "folder" else f"gs://bucket/{request.getfixturevalue('gcs')}"
+    bucket = f"checkpoint.output_dir={there}"
     straight = configure("name=straight", "steps=3")
     train.run(straight)
     config = configure("name=run", "steps=2", "resume=auto", "checkpoint.every=1", bucket)

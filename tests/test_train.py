@@ -128,6 +128,16 @@ RESUME_CASES = {
 }
 
 
+def test_a_report_that_cannot_be_written_costs_no_run(configure, caplog, capsys):
+    """Its place is taken; as with a full disk, or drawing that is broken."""
+    config = configure("steps=1")
+    (config.run_dir / "report.html.tmp").mkdir(parents=True)
+    assert train.run(config) == 0
+    assert "the report could not be written: IsADirectoryError" in caplog.text
+    assert "report:" not in capsys.readouterr().out
+    assert Checkpoints.list_steps(config.run_dir) == [1]
+
+
 @pytest.mark.parametrize("case", RESUME_CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
     """Contract 3: parameters, optimizer, counters, data position and metrics, bit for bit."""

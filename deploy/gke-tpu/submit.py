@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,7 +22,8 @@ import manifests as gke
 import yaml
 
 from jaxrl import settings
-from jaxrl.config import ConfigError, run_cli, to_yaml
+from jaxrl.config import ConfigError, run_cli, to_yaml, word_or_config
+from jaxrl.metrics import MetricsConfig
 
 HERE = Path(__file__).parent
 VIAS = {
@@ -42,19 +44,17 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument("--dry-run", action="store_true", help="print the manifests; ask no cluster")
 
     cluster = gke.Settings.from_environment()
-    defaults = run_defaults(cluster)
-    words = list(argv)
-    if not {"--config", "--help", "-h", "--help-config"} & set(words):
-        if (at := first_word(words)) is None:
-            raise ConfigError("no configuration given: submit.sh CONFIG [key=value ...]")
-        words.insert(at, "--config")
-    words = [*defaults, *words]  # of a key given twice the last one counts
     config, given = settings.parse(
-        words,
+        argv,
         prog="submit.sh",
         description="Start a run on TPU slices: submit.sh CONFIG [key=value ...]",
         add_options=options,
+        find_config=config_file,
+        implied=run_defaults(cluster),
     )
+    if config.metrics.prometheus_port is None:
+        metrics = dataclasses.replace(config.metrics, prometheus_host=MetricsConfig.prometheus_host)
+        config = dataclasses.replace(config, metrics=metrics)  # the address of nothing would be refused
     if config.resume not in ("auto", "must"):
         raise ConfigError(
             f"{config.resume}: a restart of the workload would not continue; needs auto (the default here)",
@@ -87,23 +87,19 @@ def kubectl(verb: str, objects: list[dict[str, Any]]) -> subprocess.CompletedPro
     return subprocess.run(["kubectl", verb, "-f", "-"], input=gke.to_yaml(objects), text=True, check=False)
 
 
-def first_word(words: Sequence[str]) -> int | None:
-    """Where the configuration's name is: the first word that is neither an option nor a setting."""
-    skip = False
-    for at, word in enumerate(words):
-        if skip:
-            skip = False
-        elif word in ("--via", "--gin"):
-            skip = True
-        elif not word.startswith("-") and "=" not in word:
-            return at
-    return None
+def config_file(options: argparse.Namespace) -> str:
+    """CONFIG. ConfigError when it is not given."""
+    if (file := word_or_config(options)) is None:
+        raise ConfigError("no configuration given: submit.sh CONFIG [key=value ...]")
+    return file
 
 
 def run_defaults(cluster: gke.Settings) -> list[str]:
-    """What a run on the cluster needs and a configuration rarely says; the user's settings come after it."""
+    """What a run on the cluster needs and a configuration rarely says; the user's settings win."""
     folder = f"{gke.LUSTRE_FOLDER}/runs" if cluster.lustre_instance else "/workspace/runs"
-    found = ["resume=auto", f"output_dir={folder}", f"metrics.prometheus_port={cluster.metrics_port}"]
+    found = ["resume=auto", f"output_dir={folder}"]
+    # Prometheus comes from another pod.
+    found += [f"metrics.prometheus_port={cluster.metrics_port}", "metrics.prometheus_host=0.0.0.0"]
     if not cluster.lustre_instance:
         found.append(f"checkpoint.output_dir=gs://{cluster.bucket}/runs")
     return found

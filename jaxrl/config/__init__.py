@@ -15,28 +15,36 @@ that reads it; it declares each key with ``setting``, ``required`` or ``factory`
 """
 
 from jaxrl.config.build import from_dict, load, to_dict, to_yaml
-from jaxrl.config.cli import CommandLine, parse_cli, run_cli
+from jaxrl.config.cli import CommandLine, Parser, parse_cli, run_cli, word_or_config
 from jaxrl.config.docs import describe, markdown
 from jaxrl.config.errors import ConfigError, UserCodeError, nearest
 from jaxrl.config.fields import factory, required, setting
 from jaxrl.config.imports import import_by_path, mistyped
+from jaxrl.config.paths import file_problem, folder_problem, given_file, given_path, path_problem
 
 __all__ = [
     "CommandLine",
     "ConfigError",
+    "Parser",
     "UserCodeError",
     "describe",
     "factory",
+    "file_problem",
+    "folder_problem",
     "from_dict",
+    "given_file",
+    "given_path",
     "import_by_path",
     "load",
     "markdown",
     "mistyped",
     "nearest",
     "parse_cli",
+    "path_problem",
     "required",
     "run_cli",
     "setting",
     "to_dict",
     "to_yaml",
+    "word_or_config",
 ]

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar
 from jaxrl.config import fields
 from jaxrl.config.errors import ConfigError, join, nearest, show
 from jaxrl.config.fields import MISSING
-from jaxrl.config.overrides import apply_override
+from jaxrl.config.overrides import apply_overrides
+from jaxrl.config.paths import path_problem
 from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, parse_value, read_file, write_yaml
 
 T = TypeVar("T")
@@ -29,7 +30,11 @@ _SECRET_ADVICE = "secrets do not belong in a config, which is saved with the run
 
 
 def load(
-    cls: type[T], source: str | Path | None, overrides: Sequence[str] = (), gin_bindings: Sequence[str] = ()
+    cls: type[T],
+    source: str | Path | None,
+    overrides: Sequence[str] = (),
+    gin_bindings: Sequence[str] = (),
+    implied: Sequence[str] = (),
 ) -> tuple[T, frozenset[str]]:
     """Read a config: a file, gin bindings over it, command line overrides over both.
 
@@ -40,6 +45,8 @@ def load(
         overrides: ``section.key=value``, list items by number (``rewards.terms.0.weight=2``). The value is a
             YAML scalar or flow collection; where a string is wanted it is taken byte for byte.
         gin_bindings: ``SectionClass.key = value``, in gin's syntax.
+        implied: overrides that a program adds for its user, over the file. They yield to ``overrides`` and
+            ``gin_bindings``, which set no key twice.
 
     Returns:
         The instance, and the dotted keys that the user set. Of a resolved config (``to_yaml``) only those
@@ -58,8 +65,7 @@ def load(
         from jaxrl.config.gin_source import read_gin
 
         layer.merge(read_gin(gin_file, gin_bindings, cls, problems))
-    for override in overrides:
-        apply_override(layer, override, cls, problems)
+    apply_overrides(layer, overrides, implied, cls, problems)
     builder = _Builder(cls, layer.origins, layer.incomplete)
     instance = builder.section(cls, layer.values, "")
     problems += builder.problems + builder.lints
@@ -157,7 +163,8 @@ class _Builder:
             origin = self.origin(full)
             if dataclasses.is_dataclass(value):
                 continue
-            if origin is not None and origin.resolved and _same(value, defaults[name]):
+            default = origin is not None and origin.resolved and _same(value, defaults[name])
+            if default or (origin is not None and origin.implied):
                 self.explicit = {other for other in self.explicit if not other.startswith(f"{full}.")}
             else:
                 self.explicit.add(full)
@@ -171,6 +178,8 @@ class _Builder:
             if len(inner) == 1 and len(fields.members(annotation)) == 1:
                 default = fields.default_of(field)
                 return self.section(inner[0], raw, key, default if isinstance(default, inner[0]) else None)
+        if field.metadata.get("path") and isinstance(raw, str) and (problem := path_problem(raw)):
+            return self.refuse(key, problem)
         return self.value(annotation, raw, key)
 
     def defaults(self, cls: Any, given: dict[str, Any], key: str, like: Any) -> dict[str, Any]:

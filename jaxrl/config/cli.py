@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from jaxrl.config.build import load
 from jaxrl.config.docs import describe, section_lines
 from jaxrl.config.errors import ConfigError, UserCodeError
+from jaxrl.config.paths import given_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,45 @@ class CommandLine:
     explicit: frozenset[str]
     """Dotted keys that the user set."""
     options: argparse.Namespace
-    """The program's own options, and ``config`` (the file), ``gin`` and ``overrides`` as written."""
+    """The program's own options, ``config`` (the file that was read), ``gin`` and ``overrides``."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """The parser of every command: whole names only, each option once, no empty value.
+
+    ``parse_args`` raises ConfigError for what cannot be used.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings, allow_abbrev=False)
+        self.given: set[str] = set()
+        """Options seen so far, by destination."""
+        for name, action in ((None, _Store), ("store", _Store), ("store_true", _StoreTrue)):
+            self.register("action", name, action)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+class _Store(argparse._StoreAction):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string:
+            _once(parser, self, option_string)
+            if isinstance(values, str) and not values.strip():
+                raise argparse.ArgumentError(self, "given without a value")
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _StoreTrue(argparse._StoreTrueAction):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        _once(parser, self, option_string)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def _once(parser: Any, action: argparse.Action, option: str | None) -> None:
+    if action.dest in parser.given:
+        raise argparse.ArgumentError(action, f"{option} is given twice; keep one")
+    parser.given.add(action.dest)
 
 
 def parse_cli(
@@ -40,6 +74,8 @@ def parse_cli(
     description: str,
     cls: type,
     add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+    find_config: Callable[[argparse.Namespace], str | None] | None = None,
+    implied: Sequence[str] = (),
 ) -> CommandLine:
     """Read ``[--config FILE] [--gin BINDING]... [key=value]...`` and load the config.
 
@@ -49,23 +85,23 @@ def parse_cli(
         description: one or two sentences for --help.
         cls: the root dataclass.
         add_options: adds the program's own options.
+        find_config: the file, from the options, where it is not always that of --config.
+        implied: see ``load``.
 
     Raises:
         ConfigError: the arguments or the config cannot be used.
         SystemExit: --help or --help-config, after printing.
     """
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description=description,
         epilog="\n".join(["sections:", *section_lines(cls), "", "every key: --help-config"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a .yaml, .yml, .json or .gin file")
-    add(
-        "--gin", metavar="BINDING", action="append", default=[], help="'SectionClass.key = value'; may repeat"
-    )
+    add("--config", metavar="FILE", type=given_path, help="a .yaml, .yml, .json or .gin file")
+    text = "'SectionClass.key = value'; may repeat"
+    add("--gin", metavar="BINDING", type=_binding, action="append", default=[], help=text)
     add("--help-config", action="store_true", help="list every key with type, default and meaning")
     add("overrides", metavar="key=value", nargs="*", help="section.key=value, laid over the file")
     if add_options is not None:
@@ -77,12 +113,35 @@ def parse_cli(
     strange = [(word, _unknown_option(word, prog)) for word in rest]
     config: Any
     try:
-        config, explicit = load(cls, options.config, options.overrides, options.gin)
+        if find_config is not None:
+            options.config = find_config(options)
+        config, explicit = load(cls, options.config, options.overrides, options.gin, implied)
     except ConfigError as error:
         raise ConfigError(strange + error.problems) from None
     if strange:
         raise ConfigError(strange)
     return CommandLine(config=config, explicit=explicit, options=options)
+
+
+def _binding(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("given without a binding")
+    return text
+
+
+def word_or_config(options: argparse.Namespace) -> str | None:
+    """The config file of a command that takes it as a word too: ``COMMAND CONFIG [key=value]...``.
+
+    Raises:
+        ConfigError: it is given in both ways.
+    """
+    words = [word for word in options.overrides if "=" not in word]
+    if not words:
+        return options.config
+    if options.config is not None:
+        raise ConfigError(f"{words[0]!r} and --config {options.config} are given; keep one")
+    options.overrides.remove(words[0])
+    return words[0]
 
 
 def _unknown_option(word: str, prog: str) -> str:

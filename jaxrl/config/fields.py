@@ -16,14 +16,15 @@ NoneType = type(None)
 MISSING = dataclasses.MISSING
 
 
-def setting(default: Any, doc: str) -> Any:
-    """A key with a default. ``doc`` says what it does, with its unit."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def setting(default: Any, doc: str, *, path: bool = False) -> Any:
+    """A key with a default. ``doc`` says what it does, with its unit; ``path``: its value names a file or
+    folder, and is checked as such."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "path": path})
 
 
-def required(doc: str) -> Any:
+def required(doc: str, *, path: bool = False) -> Any:
     """A key that the user has to give."""
-    return dataclasses.field(metadata={"doc": doc})
+    return dataclasses.field(metadata={"doc": doc, "path": path})
 
 
 def factory(make: Callable[[], Any], doc: str) -> Any:

@@ -8,6 +8,7 @@ apart. Nothing is registered with gin and nothing is kept.
 from __future__ import annotations
 
 import dataclasses
+import os
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from gin import config_parser
 
 from jaxrl.config import fields
 from jaxrl.config.errors import join, nearest, show
+from jaxrl.config.overrides import GIN
 from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, merged, read_text
 
 
@@ -48,6 +50,10 @@ class _Binding:
     value: Any
     place: str
 
+    @property
+    def written(self) -> str:
+        return "/".join(filter(None, [self.scope, join(self.selector, self.name)]))
+
 
 class _Program:
     """The statements of a file, its includes and the bindings, in order."""
@@ -72,15 +78,19 @@ class _Program:
         else:
             self.read(text, path, (*chain, Path(path)))
 
-    def read(self, text: str, name: str, chain: tuple[Path, ...] = ()) -> None:
-        """Statements of one file (``chain`` ends with it) or, without a chain, of one binding."""
-        seen: dict[str, str] = {}
+    def read(
+        self, text: str, name: str, chain: tuple[Path, ...] = (), seen: dict[str, str] | None = None
+    ) -> None:
+        """Statements of one file (``chain`` ends with it) or, without a chain, of one binding; ``seen`` are
+        those that it may not repeat."""
+        seen = {} if seen is None else seen
         try:
             for statement in config_parser.ConfigParser(text, _Delegate()):
                 place = f"{name}:{statement.location.line_num}" if chain else name
                 if isinstance(statement, config_parser.IncludeStatement):
                     if chain:
-                        self.read_file(str(Path(name).parent / statement.filename), chain)
+                        file = Path(name).parent / os.path.expanduser(statement.filename)
+                        self.read_file(str(file), chain)
                     else:
                         self.problems.append((place, "include works in files only"))
                 elif isinstance(statement, config_parser.ImportStatement):
@@ -93,14 +103,13 @@ class _Program:
 
     def bind(self, statement: Any, place: str, seen: dict[str, str]) -> None:
         binding = _Binding(statement.scope, statement.selector, statement.arg_name, statement.value, place)
-        full = "/".join(filter(None, [binding.scope, join(binding.selector, binding.name)]))
-        if full in seen:
-            self.problems.append((full, f"written twice, at {seen[full]} and at {place}; keep one"))
-        seen[full] = place
-        if not binding.name:
-            self.macros[full] = binding
-        else:
+        if binding.name:
             self.bindings.append(binding)
+            return
+        if binding.written in seen:
+            self.problems.append(_written_twice(binding.written, seen[binding.written], place))
+        seen[binding.written] = place
+        self.macros[binding.written] = binding
 
     def value(self, value: Any, place: str, active: tuple[str, ...] = ()) -> Any:
         """A statement's value with macros replaced; tuples become lists, as in YAML."""
@@ -142,6 +151,14 @@ def _syntax_problem(error: Exception, text: str, name: str, is_file: bool) -> tu
     return f"{name}:{line}" if is_file else name, f"{message}: {show(shown)}" if shown else message
 
 
+def _written_twice(what: str, first: str, second: str) -> tuple[str, str]:
+    return what, f"written twice, at {first} and at {second}; keep one"
+
+
+def _file_of(place: str) -> str:
+    return place.rpartition(":")[0] or place
+
+
 def _place_of(binding: _Binding, cls: type, problems: Problems) -> tuple[tuple[str, ...], type] | None:
     """The section that a binding means, or None with the problem noted."""
     name = binding.selector.rpartition(".")[2]
@@ -157,7 +174,6 @@ def _place_of(binding: _Binding, cls: type, problems: Problems) -> tuple[tuple[s
         scoped = found
     if len(scoped) == 1:
         return scoped[0]
-    written = "/".join(filter(None, [binding.scope, join(binding.selector, binding.name)]))
     ways = ["/".join((*path, f"{name}.{binding.name}")) for path, _ in found]
     by_path = {".".join(path): section.__name__ for path, section in known if path}
     if found and not scoped and len(found) == 1:
@@ -173,7 +189,7 @@ def _place_of(binding: _Binding, cls: type, problems: Problems) -> tuple[tuple[s
         close = nearest(name, classes)
         hint = f"did you mean {close}?" if close else f"there are {', '.join(classes)}"
         message = f"no section {name}; {hint}"
-    problems.append((written, f"{message} ({binding.place})"))
+    problems.append((binding.written, f"{message} ({binding.place})"))
     return None
 
 
@@ -190,8 +206,9 @@ def read_gin(path: str | None, bindings: Sequence[str], cls: type, problems: Pro
     program = _Program(problems)
     if path is not None:
         program.read_file(path)
+    seen: dict[str, str] = {}
     for text in bindings:
-        program.read(text, "--gin")
+        program.read(text, GIN, seen=seen)
     layer = Layer(incomplete=program.incomplete)
     for binding in program.bindings:
         target = _place_of(binding, cls, problems)
@@ -203,5 +220,9 @@ def read_gin(path: str | None, bindings: Sequence[str], cls: type, problems: Pro
         for key in reversed(keys):
             value = {key: value}
         layer.values = merged(layer.values, value)
-        layer.origins[".".join(keys)] = Origin(binding.place)
+        key, place = ".".join(keys), binding.place
+        before = layer.origins.get(key, Origin("")).place
+        if _file_of(before) == _file_of(place) and (before != place or place == GIN):
+            problems.append(_written_twice(binding.written, before, place))
+        layer.origins[key] = Origin(place)
     return layer

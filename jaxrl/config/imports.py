@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxrl.config import fields
 from jaxrl.config.errors import ConfigError, UserCodeError, nearest, show
+from jaxrl.config.paths import path_problem
 
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -84,6 +85,8 @@ def _import_module(name: str, path: str, key: str) -> ModuleType:
 
 
 def _import_file(place: str, path: str, key: str) -> ModuleType:
+    if problem := path_problem(place):
+        raise ConfigError(problem, key)
     file = Path(place).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{path!r} given; there is no file {str(file)!r}", key)

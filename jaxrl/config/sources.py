@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ class Origin(NamedTuple):
     """"file:line", or "command line"."""
     resolved: bool = False
     """From a resolved config, which lists the keys that were left at their defaults too."""
+    implied: bool = False
+    """Set by a program for its user, so not a key that the user set."""
 
 
 @dataclasses.dataclass
@@ -276,7 +279,7 @@ def read_file(path: str, problems: Problems, chain: tuple[Path, ...] = ()) -> La
     if not isinstance(base, str):
         problems.append(("base", f"{show(base)} given; the path of one config file is needed ({path})"))
         return layer
-    lower = read_file(str(Path(path).parent / base), problems, (*chain, Path(path)))
+    lower = read_file(str(Path(path).parent / os.path.expanduser(base)), problems, (*chain, Path(path)))
     lower.merge(layer)
     return lower
 

@@ -25,6 +25,7 @@ class DataConfig:
     path: str | None = setting(
         None,
         "file, or glob pattern of files read in the order of their names; the dataset's name for source: hf",
+        path=True,
     )
     split: str | None = setting(None, "split of a source that has some, for example train or test")
     options: dict[str, Any] = factory(dict, "further options of the source, by name")
@@ -53,6 +54,7 @@ class DataConfig:
     chat_template: str = setting(
         "auto",
         "auto: the tokenizer's own; none: plain text after the tokenizer's BOS; or the path of a jinja file",
+        path=True,
     )
     chat_template_args: dict[str, Any] = factory(
         dict, "variables of the chat template, for example enable_thinking"

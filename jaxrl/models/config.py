@@ -23,7 +23,9 @@ class ModelSource:
     """Section ``model``: which decoder, in which precision."""
 
     path: str | None = setting(
-        None, "Hugging Face folder (config.json, *.safetensors, tokenizer), or the name of one on the hub"
+        None,
+        "Hugging Face folder (config.json, *.safetensors, tokenizer), or the name of one on the hub",
+        path=True,
     )
     scratch: dict[str, Any] = factory(
         dict,
@@ -31,7 +33,7 @@ class ModelSource:
         "num_hidden_layers, ...); vocab_size comes from the tokenizer when it is not given",
     )
     tokenizer: str | None = setting(
-        None, "tokenizer folder or hub name, or builtin:chars; default: the folder of model.path"
+        None, "tokenizer folder or hub name, or builtin:chars; default: the folder of model.path", path=True
     )
     param_dtype: str = setting(
         "float32",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxrl import strict_json
-from jaxrl.config import ConfigError, load, run_cli, to_dict
+from jaxrl.config import ConfigError, given_file, given_path, load, run_cli, to_dict
 from jaxrl.plan import auto
 from jaxrl.plan.advice import changes
 from jaxrl.plan.compile import Compilation, compile_run
@@ -48,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
     for name in ("candidates", "processes"):
         if getattr(given, name) < 1:
             raise ConfigError(f"--{name} {getattr(given, name)}: needs at least 1")
+    price = given.price_per_chip_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigError(f"--price-per-chip-hour {price}: needs a number of 0 or more")
     console = Console(stderr=given.json == "-")
     if not console.is_terminal:
         console.width = 120
@@ -69,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     except CompilerDied as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plan = make_plan(config, found, assumed, given.price_per_chip_hour)
+    plan = make_plan(config, found, assumed, price)
     show(plan, console)
     write(plan, given, console)
     return exit_code(plan)
@@ -105,6 +109,7 @@ def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, co
 
 def load_overlay(text: str, out: Path, best: auto.Tried) -> None:
     """Write the overlay, and see that it is what was planned."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text)
     loaded, _ = load(RunConfig, out)
     if to_dict(loaded) != to_dict(best.config):
@@ -151,13 +156,19 @@ def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:
     if given.json == "-":
         print(strict_json.dumps(plan.as_json(), indent=2))
     elif given.json:
+        Path(given.json).parent.mkdir(parents=True, exist_ok=True)
         Path(given.json).write_text(strict_json.dumps(plan.as_json(), indent=2) + "\n")
         console.print(f"JSON: {given.json}")
     if given.save:
         console.print(f"executables: {given.save}; train loads them with executables={given.save}")
     if given.page:
+        Path(given.page).parent.mkdir(parents=True, exist_ok=True)
         Path(given.page).write_text(render(plan), encoding="utf-8")
         console.print(f"page: {given.page}")
+
+
+def _json_file(text: str) -> str:
+    return text if text == "-" else given_file(text)
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -171,11 +182,21 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--auto", action="store_true", help="choose mesh, sampler view, micro-batch, remat, kv cache, offload"
     )
     add("--candidates", type=int, default=3, metavar="N", help="--auto: how many that fit to compile (3)")
-    add("--overlay", metavar="FILE", help="--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)")
-    add("--save", metavar="DIR", help="keep every executable there (gs:// too), for train executables=DIR")
+    add(
+        "--overlay",
+        metavar="FILE",
+        type=given_file,
+        help="--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)",
+    )
+    add(
+        "--save",
+        metavar="DIR",
+        type=given_path,
+        help="keep every executable there (gs:// too), for train executables=DIR",
+    )
     add("--processes", type=int, default=2, metavar="N", help="that compile, 2 to 7 GiB of memory each (2)")
-    add("--json", metavar="FILE", help="write all figures; - for stdout")
-    add("--page", metavar="FILE", help="write an HTML page with a bar for each phase")
+    add("--json", metavar="FILE", type=_json_file, help="write all figures; - for stdout")
+    add("--page", metavar="FILE", type=given_file, help="write an HTML page with a bar for each phase")
 
 
 if __name__ == "__main__":

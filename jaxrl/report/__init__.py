@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+from jaxrl.config import Parser, given_file, given_path
 
 REPORT_FILE = "report.html"
 
@@ -69,11 +70,12 @@ def summary(run_dir: str | os.PathLike) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line."""
     description = "One self-contained HTML page of a run, with plots; several runs are drawn together."
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.report", description=description)
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="the folder of a run")
+    parser = Parser(prog="python -m jaxrl.report", description=description)
+    add = parser.add_argument
+    add("run_dirs", nargs="+", metavar="RUN_DIR", type=given_path, help="the folder of a run")
     where = "the page; default: RUN_DIR/report.html, or report.html here for several runs"
-    parser.add_argument("--output", metavar="FILE", help=where)
-    parser.add_argument("--png", metavar="FILE", help="also write a picture of the main plots")
-    given = parser.parse_args(arguments)
+    add("--output", metavar="FILE", type=given_file, help=where)
+    add("--png", metavar="FILE", type=given_file, help="also write a picture of the main plots")
+    given = parser.parse_intermixed_args(arguments)
     print(write_report(given.run_dirs, given.output, png=given.png))
     return 0

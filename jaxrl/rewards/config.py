@@ -24,7 +24,7 @@ _METRICS = frozenset({"mean", "std", "errors", "overlong_penalty"})
 class RewardModelArgs:
     """``args`` of a ``reward_model`` term."""
 
-    path: str = required("the sequence-classification model: a Hugging Face folder or hub name")
+    path: str = required("the sequence-classification model: a Hugging Face folder or hub name", path=True)
     compute_dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "dtype of weights and activations")
     max_tokens: int = setting(
         4096,
@@ -33,8 +33,6 @@ class RewardModelArgs:
     batch_rows: int = setting(8, "conversations scored at once")
 
     def problems(self) -> Iterable[tuple[str, str]]:
-        if not self.path:
-            yield "path", "is empty; needed is a Hugging Face folder or hub name"
         for key in ("max_tokens", "batch_rows"):
             if getattr(self, key) < 1:
                 yield key, f"{getattr(self, key)}: needs at least 1"

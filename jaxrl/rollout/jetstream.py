@@ -282,8 +282,9 @@ class _Service(orchestrator.LLMOrchestrator):
             yield response
 
 
-def start_server(engine: JetStreamEngine, port: int) -> server_lib.JetStreamServer:
-    """JetStream's gRPC server over ``engine``; runs in threads until its ``stop``."""
+def start_server(engine: JetStreamEngine, port: int, host: str = "127.0.0.1") -> server_lib.JetStreamServer:
+    """JetStream's gRPC server over ``engine``, at ``host``; runs in threads until its ``stop``."""
+    server_lib._HOST = f"[{host}]" if ":" in host else host  # JetStream's own: every interface
     # JetStream 0.2.2 cleans up prefixes with jax.tree_map, which is gone; ours end with their last reference.
     orchestrator.delete_pytree = lambda prefix: None
     token_utils.process_result_tokens = _process_result_tokens

@@ -66,9 +66,9 @@ def test_an_override_of_another_type_is_a_yaml_scalar_or_flow_collection(text, v
 
 
 def test_overrides_reach_every_kind_of_place():
-    text = """steps=3 name=null optim={betas:[0.5,0.6]} optim.learning_rate=1e-3
+    text = """steps=4 name=null optim={betas:[0.5,0.6]} optim.learning_rate=1e-3
         rewards.terms.0.weight=2 rewards.terms.1.name=format rewards.terms.1.args.tags=[think]
-        source.options.n=3 held.source.stop=[x] profile.start=5 layers=[1,2] steps=4"""
+        source.options.n=3 held.source.stop=[x] profile.start=5 layers=[1,2]"""
     run, explicit = load(Run, None, text.split())
     assert run == Run(
         steps=4,

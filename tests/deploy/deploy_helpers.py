@@ -35,6 +35,15 @@ NASTY = [
     "metrics.wandb=",
 ]
 """Overrides that a shell, YAML, Kubernetes or XPK would like to change."""
+_VALUES = [word.partition("=")[2] for word in NASTY if word.startswith("metrics.wandb=")]
+WORDS = ["data.chat_template=auto"] + [
+    f"data.chat_template_args.v{number}={value}"
+    if value[0] != "{"  # a mapping, where the key takes one
+    else f"metrics.wandb={value}"
+    for number, value in enumerate(_VALUES)
+    if value
+]
+"""Their values on one command line, which has each key once."""
 
 
 def argv_of(node, variables):

@@ -174,7 +174,7 @@ def test_a_run_that_is_interrupted_resumes_and_ends(via, start, request, monkeyp
 
     def interrupt(process, output):
         if 2 in node.steps("tiny") and not pages:
-            port = int(re.search(r"http://localhost:(\d+)/metrics", output)[1])
+            port = int(re.search(r"http://0.0.0.0:(\d+)/metrics", output)[1])
             with urllib.request.urlopen(f"http://localhost:{port}/metrics") as page:
                 pages.append(page.read().decode())
             process.send_signal(signal.SIGTERM)

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 import yaml
-from deploy_helpers import FOLDER, NASTY, ROOT, argv_of, container_of, manifests, recorded
+from deploy_helpers import FOLDER, NASTY, ROOT, WORDS, argv_of, container_of, manifests, recorded
 
 from jaxrl.config import load, run_cli
 from jaxrl.settings import RunConfig
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-WORDS = [word for word in NASTY if word.startswith("metrics.wandb=") and not word.endswith("=")]
 DIRECT = ["jobset", "pathwaysjob", "rayjob"]
 SPACE = {"HOSTNAME": "host", "JOBSET_NAME": "set", "X": "x", "HOME": "/root"}
 
@@ -30,10 +29,11 @@ def test_workloads_are_valid_and_run_train(via, submitted, validate, monkeypatch
     validate(objects)
     command = command_of(objects, via)
     assert command[:5] == ["python", "-m", "jaxrl.train", "--config", "/etc/jaxrl/config.yaml"]
-    assert command[5:] == [
-        *("resume=auto", "output_dir=/lustre/runs", "metrics.prometheus_port=9464"),
-        NASTY[1],
-    ]
+    assert command[5:] == [NASTY[1]]
+    config = yaml.safe_load(objects[0]["data"]["config.yaml"])
+    assert (config["resume"], config["output_dir"]) == ("auto", "/lustre/runs")
+    metrics = config["metrics"]
+    assert (metrics["prometheus_host"], metrics["prometheus_port"]) == ("0.0.0.0", 9464)
     assert "${" not in manifests.to_yaml(objects[1:])
 
 
@@ -96,22 +96,34 @@ def test_pods_have_secrets_volumes_identity_and_time_to_save(via, submitted, mon
 
 
 def test_without_lustre_checkpoints_go_to_the_bucket(submitted):
-    command = command_of(submitted("--via", "jobset", QUICKSTART), "jobset")
-    assert {"output_dir=/workspace/runs", "checkpoint.output_dir=gs://my-bucket/runs"} < set(command)
+    config = yaml.safe_load(submitted("--via", "jobset", QUICKSTART)[0]["data"]["config.yaml"])
+    assert config["output_dir"] == "/workspace/runs"
+    assert config["checkpoint"]["output_dir"] == "gs://my-bucket/runs"
+
+
+def test_what_the_user_says_wins_over_what_a_cluster_needs(submitted):
+    words = ["output_dir=mine", "checkpoint={output_dir: null}", "--gin", "MetricsConfig.prometheus_port = 1"]
+    config = yaml.safe_load(submitted("--via", "jobset", QUICKSTART, *words)[0]["data"]["config.yaml"])
+    assert (config["output_dir"], config["checkpoint"]["output_dir"]) == ("mine", None)
+    assert (config["metrics"]["prometheus_port"], config["metrics"]["prometheus_host"]) == (1, "0.0.0.0")
+    assert config["resume"] == "auto"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configuration_arrives_whole(path, submitted, tmp_path, monkeypatch):
     """The file in the ConfigMap, with the command's overrides over it, is the user's configuration."""
+    import submit
+
     monkeypatch.chdir(ROOT)
     words = ["optim.learning_rate=3e-6", "name=other"]
     objects = submitted("--via", "jobset", str(path), *words)
     (tmp_path / "config.yaml").write_text(objects[0]["data"]["config.yaml"])
     command = command_of(objects, "jobset")
     arrived, _ = load(RunConfig, tmp_path / "config.yaml", command[5:])
-    expected, _ = load(RunConfig, path, command[5:])
+    needs = submit.run_defaults(manifests.Settings.from_environment())
+    expected, _ = load(RunConfig, path, words, implied=needs)
     assert arrived == expected
-    assert command[-2:] == words
+    assert command[5:] == words
 
 
 @pytest.mark.parametrize(
@@ -177,13 +189,13 @@ def test_other_configurations_have_other_config_maps(submitted):
     assert names[0] == names[1] != names[2]
 
 
-def test_the_port_of_metrics_is_the_runs(submitted):
-    ports = [
-        container_of(submitted("--via", "jobset", QUICKSTART, f"metrics.prometheus_port={port}"))[1].get(
-            "ports"
-        )
-        for port in ("9999", "null")
-    ]
+def test_the_port_of_metrics_is_the_runs(submitted, tmp_path):
+    ports = []
+    for port in ("9999", "null"):
+        objects = submitted("--via", "jobset", QUICKSTART, word := f"metrics.prometheus_port={port}")
+        ports.append(container_of(objects)[1].get("ports"))
+        (file := tmp_path / "config.yaml").write_text(objects[0]["data"]["config.yaml"])
+        load(RunConfig, file, [word])  # as the container does
     assert ports == [[{"name": "metrics", "containerPort": 9999}], None]
 
 

@@ -8,12 +8,11 @@ import sys
 import time
 
 import pytest
-from deploy_helpers import FOLDER, NASTY, ROOT, argv_of, container_of, manifests, recorded
+from deploy_helpers import FOLDER, ROOT, WORDS, argv_of, container_of, manifests, recorded
 
 from jaxrl.config import run_cli
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-WORDS = [word for word in NASTY if word.startswith("metrics.wandb=") and not word.endswith("=")]
 SPACE = {"HOSTNAME": "host", "JOBSET_NAME": "set", "PATHWAYS_HEAD": "head"}
 
 pytestmark = pytest.mark.slow

@@ -145,6 +145,15 @@ def whole_characters(text):
     return text.rstrip("\ufffd")
 
 
+def test_it_listens_on_this_machine_alone(port):
+    """On Linux 127.0.0.2 is this machine as well, and no address of who listens on 127.0.0.1."""
+    found = {}
+    for address in ("127.0.0.1", "127.0.0.2"):
+        with socket.socket() as s:
+            found[address] = s.connect_ex((address, port)) == 0
+    assert found == {"127.0.0.1": True, "127.0.0.2": False}
+
+
 def test_one_request_gets_what_the_engine_samples_the_first_token_included(port, folder, expected):
     tokenizer = load_tokenizer(str(folder))
     ((text, ids),) = asyncio.run(ask(port, [request(PROMPTS[3])]))
