@@ -39,7 +39,7 @@ class EvalConfig:
 
     every: int = setting(0, "steps between evaluations; 0: only where at_start and at_end say so")
     at_start: bool = setting(False, "evaluate before the first step")
-    at_end: bool = setting(False, "evaluate after the last step")
+    at_end: bool = setting(False, "evaluate after the last step, also where the data ends before it")
     source: str | None = setting(None, "as data.source; null: the same")
     path: str | None = setting(None, "as data.path; null: the same", path=True)
     split: str | None = setting(None, "as data.split; null: the same")

@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2 import nodes, pass_context
 
-MAX_TURNS = 1_000_000
+MAX_TURNS = 2_000_000
 """Turns of all loops and calls of macros in one rendering."""
-MAX_SECONDS = 3.0
+MAX_SECONDS = 5.0
 """Time of the rendering thread's own work."""
 MAX_CHARACTERS = 100_000_000
 _FILTER = "jaxrl_turn"

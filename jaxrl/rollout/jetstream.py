@@ -156,8 +156,9 @@ class JetStreamEngine(engine_api.Engine):
         kind = request.WhichOneof("content")
         if kind is None:
             return "the request has neither text_content nor token_content"
-        if request.max_tokens < 1:
-            return f"max_tokens is {request.max_tokens}; it must be at least 1"
+        most = self._sampling.max_new_tokens
+        if not 1 <= request.max_tokens <= most:
+            return f"max_tokens is {request.max_tokens}; it must be from 1 to {most}"
         first = not request.session_cache  # JetStream puts BOS before it
         if kind == "token_content":
             ids = list(request.token_content.token_ids)

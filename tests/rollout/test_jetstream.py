@@ -192,7 +192,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone(port, folder, expected):
             token_request([-1]),
             token_request([7, -(2**31)]),
         ],
-        "max_tokens is": [request(PROMPTS[0], 0), token_request([5], -3)],
+        "must be from 1 to 64": [request(PROMPTS[0], 0), request(PROMPTS[0], 65), token_request([5], -3)],
         "at most 64": [request("a" * 65), token_request([5] * 65)],
         "neither text_content": [jetstream_pb2.DecodeRequest(max_tokens=3)],
     }
