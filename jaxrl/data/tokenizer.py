@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.data.template_limits import limit
@@ -157,7 +159,10 @@ class Tokenizer:
         Where none does, they are those of ``more`` in the middle of a text: without the space that some
         tokenizers put before a text's first word.
         """
-        for before in (text, *_NEUTRAL):
+        start = 0  # of the last special token: a text is cut there, and the parts know nothing of each other
+        for token in self.special_tokens:
+            start = max(start, text.rfind(token, start))
+        for before in (text[start:], *_NEUTRAL):
             found = self.hf.backend_tokenizer.encode(before + more, add_special_tokens=False)
             starts = [start for start, _ in found.offsets]
             first = next((i for i, start in enumerate(starts) if start >= len(before)), len(starts))
@@ -170,12 +175,12 @@ class Tokenizer:
         found = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
         return text if len(found) <= limit else text[: found.offsets[limit][0]]
 
-    def decode_after(self, before: Iterable[int], ids: Iterable[int]) -> str:
+    def decode_after(self, before: Sequence[int] | np.ndarray, ids: Iterable[int]) -> str:
         """The text of ``ids`` where they follow ``before``.
 
         Alone it may lack its first space: a SentencePiece tokenizer leaves out the one before a text.
         """
-        before = list(before)
+        before = before[-_CONTEXT:]
         return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -235,6 +240,8 @@ class Tokenizer:
                 shutil.copyfile(self.folder / name, folder / name)
 
 
+_CONTEXT = 16
+"""Tokens on which the text of the next ones can depend: it takes four to write the bytes of a character."""
 _NEUTRAL = ("\n", "a", "0", ".")
 """Texts to stand before another, of which one surely shares no token with it."""
 

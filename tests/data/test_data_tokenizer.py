@@ -144,6 +144,7 @@ TEXTS = (
     " foo",
     "caf\u00e9 \u5b57\u5b57 \U0001f600 ok",
     "foo</s><s>[INST] foo [/INST] 42</s> bar",
+    "foo </s>\n foo</s>",
 )
 
 
