@@ -30,7 +30,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl.rewards import answer_forms, dates, numerals, units
 from jaxrl.rewards.calls import reference_column
@@ -69,11 +69,16 @@ def math_answer(
 
 
 def answer(completion: str, fallback: str = "phrase") -> str | None:
-    """The final answer in a normal form: equal numbers give equal strings."""
+    """The final answer in a normal form: equal numbers and equal choices give equal strings."""
     text = extract(completion, fallback)
     if text is None or len(text) > numerals.MAX_DIGITS:
         return text
     text = _clean(text)
+    if choice := answer_forms.choice(text):
+        return choice.label
+    equation = answer_forms.equation(text)
+    if equation and equation.name and len(equation.values) == 1:
+        text = _clean(equation.values[0])
     number = numerals.read(text)
     return number.canonical() if number else _normal(text) or None
 
@@ -186,10 +191,10 @@ def _in_order(gold: list[str], found: list[str]) -> bool:
 
 
 def _in_any_order(gold: list[str], found: list[str]) -> bool | None:
-    """Whether each part has a partner of its own; None for lists too long to try it."""
-    left = list(found)
+    """Whether each part has a partner of its own; None where too many are not plainly the same."""
+    left = [_part(part) for part in found]
     rest = []
-    for part in gold:
+    for part in map(_part, gold):
         same = next((i for i, other in enumerate(left) if _plainly_same(part, other)), None)
         if same is None:
             rest.append(part)
@@ -200,16 +205,26 @@ def _in_any_order(gold: list[str], found: list[str]) -> bool | None:
     if len(rest) > _MAX_UNLIKE_PARTS:
         return None
     for part in rest:
-        same = next((i for i, other in enumerate(left) if matches(part, other)), None)
+        same = next((i for i, other in enumerate(left) if _same(part.text, other.text)), None)
         if same is None:
             return False
         del left[same]
     return True
 
 
-def _plainly_same(gold: str, found: str) -> bool:
-    a, b = numerals.read(_clean(gold)), numerals.read(_clean(found))
-    return numerals.equal(a, b) if a and b else _normal(gold) == _normal(found)
+class _Part(NamedTuple):
+    text: str
+    normal: str
+    number: numerals.Numeral | None
+
+
+def _part(text: str) -> _Part:
+    text = _clean(text)
+    return _Part(text, _normal(text), numerals.read(text))
+
+
+def _plainly_same(a: _Part, b: _Part) -> bool:
+    return a.normal == b.normal or bool(a.number and b.number and numerals.equal(a.number, b.number))
 
 
 def _same_words(gold: str, found: str) -> bool | None:

@@ -203,6 +203,9 @@ def test_references_may_be_solutions_lists_numbers_or_missing():
 def test_equal_numbers_have_one_parsed_answer():
     answers = {math_answer.answer(f"#### {text}") for text in ("1,234.50", "$1234.5", "2469/2", "1.2345e3")}
     assert answers == {"2469/2"}
+    choices = ("#### B", "#### (B)", r"\boxed{\textbf{(B)} 12}", "The answer is **B**.")
+    assert {math_answer.answer(text) for text in choices} == {"B"}
+    assert math_answer.answer("\\boxed{x = 5.0}") == math_answer.answer("#### $5") == "5"
     assert math_answer.answer("nothing") is None
     assert math_answer.answer("\\boxed{ x^2 + 1 }") == math_answer.answer("\\boxed{x^2+1}")
 
