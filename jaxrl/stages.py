@@ -137,7 +137,6 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(rollouts.truncated.mean()),
-        "rollout/abstained_fraction": float(np.isnan(task).mean()),
         "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
         "rollout/policy_version": min(rollouts.policy_versions),
         "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
@@ -175,12 +174,13 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     written = (rollouts.lengths - rollouts.sampled_lengths).mean()
     own = dict.fromkeys(name for episode in episodes for name in episode.metrics)
     means = {name: float(np.mean([e.metrics.get(name, 0.0) for e in episodes])) for name in own}
+    if rewards := [e.reward for e in episodes if e.failure is None]:
+        means["reward_mean"] = float(np.mean(rewards))
     return {
         **{f"environment/{name}": value for name, value in means.items()},
         "environment/turns_mean": float(np.mean([e.turns for e in episodes])),
         "environment/tokens_mean": float(written),
         "environment/rows_mean": float(np.mean([1 + len(e.rows) for e in episodes])),
-        "environment/reward_mean": float(np.mean([e.reward for e in episodes])),
         "environment/errors": float(sum(e.failure is not None for e in episodes)),
         "environment/out_of_turns_fraction": float(np.mean([r == "turns" for r in rollouts.stop_reasons])),
         "environment/seconds": float(sum(e.seconds for e in episodes)),
@@ -258,7 +258,8 @@ def with_advantages(
     if algo.overlong_penalty:
         penalty = adv.overlong_penalty(rollouts.lengths, algo, limit).reshape(shape)
         rewards = rewards + penalty
-        metrics["reward/overlong_penalty"] = float(penalty.mean())
+        if not np.isnan(rewards).all():
+            metrics["reward/overlong_penalty"] = float(penalty[~np.isnan(rewards)].mean())
     # A sample that nobody judged teaches nothing: it leaves the loss, and the averages over tokens.
     drop = np.isnan(rewards).reshape(-1)
     if algo.mask_truncated:

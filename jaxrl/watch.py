@@ -14,8 +14,14 @@ STEPS = 5
 
 
 def warn_at_start(config: RunConfig, total_updates: int) -> None:
-    """Warn of a schedule that the run is too short for."""
-    optim = config.optim
+    """Warn of a schedule that the run is too short for, and of updates whose gradient is not the policy's."""
+    optim, algo = config.optim, config.algo
+    if algo.objective == "reinforce" and algo.updates_per_rollout > 1:
+        logger.warning(
+            "algo.objective reinforce has no ratio, but a rollout gets %d updates (algo.num_minibatches x "
+            "algo.epochs): from the second on its samples are of an older policy, uncorrected",
+            algo.updates_per_rollout,
+        )
     if optim.warmup_steps > total_updates:
         logger.warning(
             "optim.warmup_steps is %d, but the run makes %d updates: the learning rate ends at %.3g, below "

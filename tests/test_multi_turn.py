@@ -191,6 +191,16 @@ def test_a_row_without_room_for_an_action_is_refused(batch, key):
     assemble(from_dict(RunConfig, {**TINY, "batch": batch}))
 
 
+def test_a_failed_episode_has_no_say_in_the_mean_reward():
+    rollouts = two_episodes()
+    first, second = rollouts.episodes
+    failed = dataclasses.replace(second, failure="timeout", reward=-9.0)
+    metrics = stages.episode_metrics(dataclasses.replace(rollouts, episodes=[first, failed]))
+    assert metrics["environment/reward_mean"] == first.reward == 1.0 and metrics["environment/errors"] == 1
+    metrics = stages.episode_metrics(dataclasses.replace(rollouts, episodes=[failed, failed]))
+    assert "environment/reward_mean" not in metrics
+
+
 @pytest.mark.slow
 def test_calculator_example_learns_to_call_the_tool(tmp_path, monkeypatch):
     """The two configurations, with few steps."""

@@ -65,7 +65,7 @@ def test_what_abstained_is_as_if_it_had_not_been_sampled():
         assert held_out[f"eval/{name}"] == 1.0
     assert training["rollout/pass_at_1"] == training["reward/mean"] == 1.0
     assert held_out["eval/prompts"] == 1
-    assert held_out["eval/abstained_fraction"] == training["rollout/abstained_fraction"] == 0.5
+    assert held_out["eval/abstained_fraction"] == 0.5
     assert training["reward/arithmetic_abstained_fraction"] == 0.5
 
     # One of two samples judged, and wrong; the other prompt half right.
@@ -88,6 +88,15 @@ def test_a_majority_needs_answers():
     # An abstained sample has no vote.
     votes = ["7", "8", "8", "7", "8", "8"]
     assert both([1, NAN, NAN, 1, 0, 0], votes, group=3)[0]["eval/maj_at_k"] == 0.5
+
+
+def test_the_penalty_of_a_sample_that_nobody_judged_is_not_counted():
+    settings, found = config(algo={"overlong_penalty": 1.0}), rollouts(1, 2, lengths=[8, 4])
+    for rewards, penalty in (([1.0, 0.0], -0.5), ([NAN, 0.0], 0.0)):  # 8 tokens are the limit, 4 are not long
+        scores = Scores(np.array(rewards), {"arithmetic": np.array(rewards)}, {}, [None] * 2)
+        collected = stages.Collected(found, scores, {})
+        _, metrics = stages.with_advantages(settings, collected, stages.sequences_of(found))
+        assert metrics["reward/overlong_penalty"] == penalty
 
 
 def with_kl(mask_truncated, reasons, estimator="k1"):

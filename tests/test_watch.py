@@ -45,6 +45,14 @@ def test_completions_that_are_meant_to_be_cut_are_not_warned_of(caplog):
     assert not caplog.records
 
 
+def test_several_updates_without_a_ratio_are_warned_of(caplog):
+    warn_at_start(config(algo={"objective": "reinforce"}), 10)
+    warn_at_start(config(algo={"objective": "clip", "epochs": 2}), 10)
+    assert not caplog.records
+    warn_at_start(config(algo={"objective": "reinforce", "epochs": 2}), 10)
+    assert "2 updates" in caplog.records[0].message
+
+
 def test_a_warm_up_longer_than_the_run_is_said_with_what_it_reaches(caplog):
     optim = {"warmup_steps": 100, "learning_rate": 1e-4}
     warn_at_start(config(optim=optim), 100)
