@@ -115,7 +115,7 @@ def _tell(config: RunConfig, renderer: Renderer) -> None:
         )
     elif end is None and not renderer.plain:
         logger.warning(
-            "the chat template ends an assistant's message with no stop token; the stop ids are %s%s",
+            "no token that ends an assistant's message was found in the chat template; the stop ids are %s%s",
             describe(renderer, known),
-            ", and no row teaches the model to write one" if config.algo.supervised else "",
+            ", and rows that hold none teach no end" if config.algo.supervised else "",
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import distributed
+from jaxrl.assembly import assemble
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.metrics import METRICS_FILE, SAMPLES_FOLDER
 from jaxrl.resume import check_folders
@@ -60,7 +61,7 @@ def verify_resume(config: RunConfig) -> int:
     folder = Path(distributed.broadcast(made))
     elsewhere = config.checkpoint.output_dir
     short = dataclasses.replace(
-        config,
+        assemble(config).config,  # one date for the chat template, even at midnight
         output_dir=str(folder),
         resume="auto",
         eval=dataclasses.replace(config.eval, limit=min(config.eval.limit or _EVAL_ROWS, _EVAL_ROWS)),

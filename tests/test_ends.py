@@ -135,7 +135,7 @@ def test_a_tag_that_the_prompt_opens_need_not_appear(folders, tmp_path):
         ),
         (
             "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-            "no stop token; the stop ids are '<eos>' (2), and no row teaches",
+            "the stop ids are '<eos>' (2), and rows that hold none teach no end",
         ),
         ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", ""),
     ],

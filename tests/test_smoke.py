@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl import shrink, smoke
 from jaxrl.config import run_cli
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import Model, hf
 from jaxrl.sharding import MeshConfig
 
@@ -35,6 +36,18 @@ def test_a_small_model_is_of_the_same_kind_and_loads(fixtures, tmp_path, name):
     params = hf.load_params(tmp_path / "model", Model(small))
     assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
     assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_a_small_model_stops_where_the_real_one_does(fixtures, tmp_path):
+    """Also where only config.json says so."""
+    skip = shutil.ignore_patterns("*.npz", "*.safetensors", "generation_config.json")
+    shutil.copytree(fixtures / "hf" / "llama", tmp_path / "real", ignore=skip)
+    config = json.loads((tmp_path / "real/config.json").read_text())
+    (tmp_path / "real/config.json").write_text(json.dumps({**config, "eos_token_id": [9, 4]}))
+    small = shrink.small_model(hf.load_config(tmp_path / "real"))
+    shrink.write_random(tmp_path / "model", small, tmp_path / "real")
+    found = load_tokenizer(str(tmp_path / "model"))
+    assert found.eos_ids == (9, 4) and found.stop_ids == load_tokenizer(str(tmp_path / "real")).stop_ids
 
 
 def test_every_axis_of_several_devices_has_two():
