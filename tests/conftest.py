@@ -19,7 +19,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # many tests compile the same
 import functools
 import json
 import pathlib
+import types
 
+import numpy as np
 import pytest
 
 
@@ -112,3 +114,28 @@ def gcs(_gcs, monkeypatch) -> str:
     for name in module.VARIABLES:
         monkeypatch.setenv(name, url)
     return uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session")
+def adam() -> types.SimpleNamespace:
+    """What the order of additions may change of a run whose optim.eps is its learning rate, on any machine."""
+    gradient = 1e-5  # contract 4: of a gradient's norm, which is clipped to 1
+
+    def bound(updates: int) -> float:
+        """Largest change of a parameter after ``updates`` updates.
+
+        An update is u = lr m / (sqrt(v) + eps), where m is a mean of the gradients, sqrt(v) their quadratic
+        mean, and |m| at most about sqrt(v). A change d of the gradients moves m and sqrt(v) by at most d each,
+        hence u by at most 2 lr d / eps. With the usual eps of 1e-8 nothing bounds it: an entry whose gradient
+        is all rounding, 1e-9 here and -1e-9 there, moves by lr one way or the other.
+        """
+        return 2 * updates * gradient
+
+    def assert_same_gradients(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> None:
+        """Compare the first moments after one update, (1 - b1) times the gradients: optimizer arrays."""
+        moments = [name for name in one if ".mu." in name]
+        assert moments
+        for name in moments:
+            assert np.linalg.norm(one[name] - two[name]) <= gradient * np.linalg.norm(one[name]), name
+
+    return types.SimpleNamespace(gradient=gradient, bound=bound, assert_same_gradients=assert_same_gradients)
