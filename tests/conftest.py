@@ -118,14 +118,14 @@ def gcs(_gcs, monkeypatch) -> str:
 
 @pytest.fixture(scope="session")
 def adam() -> types.SimpleNamespace:
-    """What the order of additions may change of a run whose optim.eps is its learning rate, on any machine."""
+    """What the order of additions may change of a run whose optim.eps is its learning rate, anywhere."""
     gradient = 1e-5  # contract 4: of a gradient's norm, which is clipped to 1
 
     def bound(updates: int) -> float:
         """Largest change of a parameter after ``updates`` updates.
 
         An update is u = lr m / (sqrt(v) + eps), where m is a mean of the gradients, sqrt(v) their quadratic
-        mean, and |m| at most about sqrt(v). A change d of the gradients moves m and sqrt(v) by at most d each,
+        mean, and |m| at most about sqrt(v). A change d of the gradients moves m and sqrt(v) by at most d,
         hence u by at most 2 lr d / eps. With the usual eps of 1e-8 nothing bounds it: an entry whose gradient
         is all rounding, 1e-9 here and -1e-9 there, moves by lr one way or the other.
         """
