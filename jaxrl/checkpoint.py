@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxrl import distributed, pathways
 from jaxrl.batch import TrainState
-from jaxrl.config import ConfigError, setting
+from jaxrl.config import ConfigError, RunError, setting
 from jaxrl.storage import Folder, is_remote
 
 logger = logging.getLogger("jaxrl")
@@ -86,7 +86,7 @@ class CheckpointConfig:
             yield "output_dir", f"{self.output_dir!r}: needs a folder or gs://bucket/path"
 
 
-class SaveError(Exception):
+class SaveError(RunError):
     """A checkpoint could not be written. The older ones are all still there."""
 
 

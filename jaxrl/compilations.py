@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.monitoring
 
+from jaxrl.config import RunError
 
-class Recompiled(Exception):
+
+class Recompiled(RunError):
     """A program was compiled after warm-up."""
 
 

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl import distributed, strict_json
+from jaxrl.agreement import agree_on_config
 from jaxrl.assembly import Assembly, assemble, split_checkpoint
 from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError, given_file, given_path, run_cli
 from jaxrl.data.pipeline import load_prompts
+from jaxrl.failures import failing_together
 from jaxrl.preemption import check
 from jaxrl.progress import Progress
 from jaxrl.rewards.pool import Scores
@@ -212,7 +214,8 @@ def main(argv: Sequence[str]) -> int:
             "no reward is given; evaluation needs at least one to score completions", "rewards.terms"
         )
     distributed.start()
-    with contextlib.ExitStack() as stack, distributed.failing_together():
+    with contextlib.ExitStack() as stack, failing_together():
+        agree_on_config(config)
         parts = assemble(config)
         config = parts.config
         prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")

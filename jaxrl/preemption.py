@@ -23,6 +23,8 @@ from collections.abc import Iterator
 import jax
 
 from jaxrl import distributed
+from jaxrl.agreement import require_same
+from jaxrl.failures import leave
 
 logger = logging.getLogger("jaxrl")
 
@@ -41,10 +43,23 @@ class Interrupted(Exception):
         self.samples, self.tokens = samples, tokens
 
 
-def check(stop: threading.Event | None, samples: int = 0, tokens: int = 0) -> None:
-    """A safe point: raises Interrupted when any process was asked to stop. All processes have to come
-    here."""
-    if stop is not None and distributed.any_process(stop.is_set()):
+def check(
+    stop: threading.Event | None, samples: int = 0, tokens: int = 0, *, what: str = "", value: int = 0
+) -> None:
+    """A safe point: raises Interrupted when any process was asked to stop. All processes have to come here.
+
+    Args:
+        what: is about to be used, for messages: "the prompts of step 3".
+        value: its checksum, which must be the same on every process.
+
+    Raises:
+        ConfigError: it is not; on every process.
+    """
+    if stop is None and not what:
+        return
+    answers = distributed.gather([stop is not None and stop.is_set(), value])
+    require_same(what or "safe point", value, answers[:, 1].tolist())
+    if answers[:, 0].any() and stop is not None:
         stop.set()
         raise Interrupted(samples, tokens)
 
@@ -121,4 +136,4 @@ def _abort(reason: str) -> None:
     print(f"aborted: {reason}. The last complete checkpoint is as it was", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(ABORTED)
+    leave(ABORTED, f"aborted, {reason}", seconds=2.0)

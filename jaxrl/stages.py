@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxrl.agreement import of_prompts
 from jaxrl.algorithms import advantages as adv
 from jaxrl.algorithms.filters import keep_groups, spread
 from jaxrl.algorithms.kl import estimate
@@ -74,6 +75,7 @@ def collect(
         missing = wanted - sum(len(c.rollouts.prompts) for c in kept)
         with timer.phase("prompts"):
             prompts = data.take_more(missing)
+        check(stop, *_counts(sampled), what=f"the prompts of step {step}", value=of_prompts(prompts))
         if not len(prompts):
             break
         total = len(prompts) * config.rollout.group_size
@@ -125,8 +127,14 @@ def step_key(seed: int, step: int) -> np.ndarray:
 
 def _report(progress: Progress, total: int, stop, earlier: list[Collected], done: int, tokens: int) -> None:
     progress.update("rollout", done=done, total=total, tokens=tokens)
-    samples = done + sum(len(c.rollouts.tokens) for c in earlier)
-    check(stop, samples, tokens + sum(int(c.rollouts.sampled_lengths.sum()) for c in earlier))
+    samples, before = _counts(earlier)
+    check(stop, samples + done, before + tokens)
+
+
+def _counts(sampled: list[Collected]) -> tuple[int, int]:
+    """Samples and tokens of earlier rounds."""
+    rounds = [c.rollouts for c in sampled]
+    return sum(len(r) for r in rounds), sum(int(r.sampled_lengths.sum()) for r in rounds)
 
 
 def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:

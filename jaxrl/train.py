@@ -6,9 +6,9 @@ One step of reinforcement learning: prompts -> rollout -> rewards -> advantages 
 update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
 ``stages.py`` holds what happens between two arrows.
 
-Exit codes: 0 done; 1 the run diverged, or a checkpoint could not be written; 2 configuration; 3 user
-code; 75 interrupted and saved; 76 interrupted without a new checkpoint. After 75 and 76 the same command
-continues.
+Exit codes: 0 done; 1 the run diverged, a checkpoint could not be written, or another process is gone; 2
+configuration, or processes that disagree; 3 user code; 75 interrupted and saved; 76 interrupted without a
+new checkpoint. After 75 and 76 the same command continues.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from typing import Any
 import jax
 
 from jaxrl import distributed, executables, pathways, stages
+from jaxrl.agreement import agree_on_config, agree_on_inputs, of_sequences
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.assembly import Assembly, Programs, assemble
 from jaxrl.batch import Prompts, TrainState
-from jaxrl.checkpoint import Checkpoints, SaveError
-from jaxrl.compilations import CompilationCounter, Recompiled
-from jaxrl.config import ConfigError, run_cli, to_dict
+from jaxrl.checkpoint import Checkpoints
+from jaxrl.compilations import CompilationCounter
+from jaxrl.config import ConfigError, RunError, run_cli, to_dict
 from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
+from jaxrl.failures import failing_together, telling_others
 from jaxrl.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on_signal
 from jaxrl.programs import loop_programs
@@ -56,8 +58,10 @@ from jaxrl.watch import Watch, warn_at_start
 logger = logging.getLogger("jaxrl")
 
 
-class Diverged(Exception):
+class Diverged(RunError):
     """The run was ended because its updates kept failing."""
+
+    title = "diverged"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +96,13 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
     Raises:
         ConfigError, UserCodeError: see ``jaxrl.config``.
         SaveError: a checkpoint could not be written.
+        Recompiled: with ``metrics.compilations`` "error", a program was compiled after the first step.
         Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
     """
     if found := list(pathways.problems(config)):
         raise ConfigError(found)
     with contextlib.ExitStack() as stack:
-        with distributed.failing_together():
+        with failing_together():
             r, state, meta = open_run(config, stop or threading.Event(), stack)
             done, interrupted = loop(r, state, meta)
             r.checkpoints.wait()
@@ -161,7 +166,6 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
             for step in range(first, r.total_steps + 1):
                 if announced(step):
                     r.stop.set()
-                check(r.stop)
                 profiler.step(step)
                 # 1 to 6: what to learn from.
                 gathered = gather(r, state.params, rollout_params, step, updates)
@@ -252,7 +256,9 @@ def gather(
     if isinstance(r.data, SftIterator):
         with r.timer.phase("prompts"):
             rows = next(r.data, None)
-        return None if rows is None else (stages.supervised_sequences(rows), {})
+            sequences = [] if rows is None else stages.supervised_sequences(rows)
+        check(r.stop, what=f"the rows of step {step}", value=of_sequences(sequences))
+        return (sequences, {}) if sequences else None
     collected = stages.collect(
         r.parts,
         r.programs,
@@ -275,8 +281,8 @@ def gather(
     with r.timer.phase("scoring") as phase:
         r.progress.update("scoring")
         sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
-    check(r.stop, *sampled)
     sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
+    check(r.stop, *sampled, what=f"the batch of step {step}", value=of_sequences(sequences))
     return sequences, collected.metrics | metrics
 
 
@@ -325,6 +331,7 @@ def open_run(
 ) -> tuple[Run, TrainState, dict[str, Any]]:
     """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
     {}."""
+    agree_on_config(config)
     first = distributed.is_first()
     if first:
         check_folders(config)
@@ -334,13 +341,14 @@ def open_run(
     data = stack.enter_context(contextlib.closing(open_data(parts)))
     total = total_steps(config, len(data.examples))
     tell_total(config, len(data.examples), total)
-    programs = parts.programs(total * config.algo.updates_per_rollout)
     warn_at_start(config, total * config.algo.updates_per_rollout)
-    if config.executables:
-        executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
     held_out = (
         load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
     )
+    agree_on_inputs(parts, data, held_out)
+    programs = parts.programs(total * config.algo.updates_per_rollout)
+    if config.executables:
+        executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
     scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
     state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:
@@ -436,25 +444,20 @@ def main(argv: Arguments[str]) -> int:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logger.setLevel(logging.INFO)
-    config, given = parse(
-        argv,
-        prog="python -m jaxrl.train",
-        description="Post-train a language model: supervised, or by reinforcement (the GRPO family).",
-        add_options=options,
-    )
+    with telling_others():
+        config, given = parse(
+            argv,
+            prog="python -m jaxrl.train",
+            description="Post-train a language model: supervised, or by reinforcement (the GRPO family).",
+            add_options=options,
+        )
     distributed.start()
     if given.verify_resume:
         from jaxrl.verify import verify_resume
 
         return verify_resume(config)
     with stop_on_signal(config.checkpoint.grace_seconds) as stop:
-        try:
-            return run(config, stop)
-        except Diverged as error:
-            print(f"diverged: {error}", file=sys.stderr)
-        except (SaveError, Recompiled) as error:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+        return run(config, stop)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ that reads it; it declares each key with ``setting``, ``required`` or ``factory`
 from jaxrl.config.build import from_dict, load, to_dict, to_yaml
 from jaxrl.config.cli import CommandLine, Parser, parse_cli, run_cli, word_or_config
 from jaxrl.config.docs import describe, markdown
-from jaxrl.config.errors import ConfigError, UserCodeError, nearest
+from jaxrl.config.errors import ConfigError, RunError, UserCodeError, nearest
 from jaxrl.config.fields import factory, required, setting
 from jaxrl.config.imports import import_by_path, mistyped
 from jaxrl.config.paths import file_problem, folder_problem, given_file, given_path, path_problem
@@ -26,6 +26,7 @@ __all__ = [
     "CommandLine",
     "ConfigError",
     "Parser",
+    "RunError",
     "UserCodeError",
     "describe",
     "factory",

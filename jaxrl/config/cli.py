@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jaxrl.config.build import load
 from jaxrl.config.docs import describe, section_lines
-from jaxrl.config.errors import ConfigError, UserCodeError
+from jaxrl.config.errors import ConfigError, RunError, UserCodeError
 from jaxrl.config.paths import given_path
 
 
@@ -154,8 +154,8 @@ def _unknown_option(word: str, prog: str) -> str:
 def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Call ``main(argv)`` and return the exit code, with one clear message on stderr for what a user can fix.
 
-    Codes: what main returns (None: 0); 2 for ConfigError; 3 for UserCodeError, with the traceback of the
-    user's code; 130 when interrupted. Anything else is a bug and propagates.
+    Codes: what main returns (None: 0); 1 for RunError; 2 for ConfigError; 3 for UserCodeError, with the
+    traceback of the user's code; 130 when interrupted. Anything else is a bug and propagates.
     """
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
@@ -167,6 +167,9 @@ def run_cli(main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
             print(_user_traceback(error.__cause__), end="", file=sys.stderr)
         print(f"error in user code: {error}", file=sys.stderr)
         return 3
+    except RunError as error:
+        print(f"{error.title}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""The two errors that are a user's to fix, and how messages show what was given."""
+"""The errors that programs end with in one clear message, and how messages show what was given."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ class UserCodeError(Exception):
 
     Raise it ``from`` the user's exception, whose traceback is then shown.
     """
+
+
+class RunError(Exception):
+    """The run cannot go on, for no setting's sake. Programs end with exit code 1 and this text."""
+
+    title = "error"
+    """Begins the message."""
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
