@@ -84,7 +84,7 @@ class Node:
         for name, text in objects[0]["data"].items():
             path = self.here("/etc/jaxrl") / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text.replace("/lustre", str(self.here("/lustre"))))
         self.argv = [
             re.sub(r"(^|=| )(/etc/jaxrl|/lustre)", lambda m: f"{m[1]}{self.here(m[2])}", word)
             for word in argv_of(container_of(objects)[1], {})
