@@ -55,6 +55,7 @@ def start() -> None:
         return
     if count() > 1:
         client().key_value_set(f"jaxrl/host/{number()}", socket.gethostname(), allow_overwrite=True)
+        client().blocking_key_value_get("jaxrl/host/0", JOIN_SECONDS * 1000)
         logger.info("process %d of %d; %s coordinates", number(), count(), name_of(0))
 
 

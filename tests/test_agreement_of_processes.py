@@ -150,6 +150,7 @@ def test_one_meets_an_error_before_it_has_joined_the_other(folder):
     assert not any("Traceback" in text for text in errors)
 
 
+LOGGING = "import logging; logging.basicConfig(level=logging.INFO)"
 KILLED = """
 import os, signal, time
 from jaxrl import distributed
@@ -167,8 +168,9 @@ with failing_together():
 
 @pytest.mark.slow
 def test_the_survivor_names_a_killed_process():
-    codes, errors = ends(start(("-c", KILLED)))
+    codes, errors = ends(start(("-c", LOGGING + KILLED)))
     assert codes == [1, -9], errors
+    assert f"process 1 of 2; process 0 ({HOST}) coordinates" in errors[1]
     assert f"error: process 1 ({HOST}) is gone" in errors[0] and "Traceback" not in errors[0]
 
 
