@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +20,13 @@ from jax.sharding import Mesh
 
 from jaxrl import distributed, ends
 from jaxrl.algorithms.losses import token_local
-from jaxrl.batch import TrainState
 from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.packing import BatchShape
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.learn.learner import Learner
+from jaxrl.learn.optimizer import learning_rate_schedule
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
@@ -34,14 +34,6 @@ from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.weights import Refresh, make_refresh
 from jaxrl.settings import RunConfig
 from jaxrl.sharding import batch_shards, make_mesh, named, platform, rollout_mesh, shapes_with
-from jaxrl.step import (
-    StepSpec,
-    learning_rate_schedule,
-    make_optimizer,
-    make_score_step,
-    make_train_step,
-    state_shardings,
-)
 from jaxrl.storage import Folder
 
 logger = logging.getLogger("jaxrl")
@@ -51,12 +43,9 @@ logger = logging.getLogger("jaxrl")
 class Programs:
     """The compiled programs of the loop."""
 
-    optimizer: optax.GradientTransformation
+    learner: Learner
     schedule: optax.Schedule
-    shardings: TrainState
-    """NamedShardings of the train state."""
-    score_step: Callable
-    train_step: Callable
+    """Number of updates made so far -> learning rate of the next."""
     refresh: Refresh | None
     """None when the run samples nothing."""
     engine: Engine | None
@@ -127,15 +116,17 @@ class Assembly:
         return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
 
     @property
-    def step_spec(self) -> StepSpec:
+    def learner(self) -> Learner:
+        """The policy, fully fine-tuned."""
         config = self.config
-        temperature = 1.0 if config.algo.supervised else config.rollout.temperature
-        return StepSpec(
+        return Learner(
             model=self.model,
             mesh=self.mesh,
             algo=config.algo,
-            temperature=temperature,
+            temperature=1.0 if config.algo.supervised else config.rollout.temperature,
             vocab_limit=self.vocab_limit,
+            moment_dtype=config.optim.moment_dtype,
+            state_memory=config.optim.state_memory,
             seed=config.seed,
         )
 
@@ -187,24 +178,13 @@ class Assembly:
 
     def programs(self, total_updates: int) -> Programs:
         """Every program of the loop (see ``Programs``); nothing is compiled before its first use."""
-        optimizer, shardings = self._optimizer(total_updates)
-        spec = self.step_spec
         samples = self.config.samples_completions
         return Programs(
-            optimizer=optimizer,
+            learner=self.learner,
             schedule=learning_rate_schedule(self.config.optim, total_updates),
-            shardings=shardings,
-            score_step=make_score_step(spec),
-            train_step=make_train_step(spec, optimizer, shardings),
             refresh=self.refresh() if samples else None,
             engine=self.engine() if samples else None,
         )
-
-    def _optimizer(self, total_updates: int) -> tuple[optax.GradientTransformation, TrainState]:
-        """The optimizer, and the shardings of its train state."""
-        optimizer = make_optimizer(self.config.optim, total_updates)
-        memory = self.config.optim.state_memory
-        return optimizer, state_shardings(self.model, self.mesh, optimizer, self.param_shapes(), memory)
 
     def origin(self) -> str | None:
         """The checkpoint that ``init_from`` stands for now, as <folder>/checkpoints/<step>; None without."""

@@ -224,6 +224,8 @@ class TrainBatch:
     """int32 index into T of the token whose hidden state predicts this one; None: always the one before."""
     attention: AttentionLayout | None = None
     """None: the rows are what attention sees."""
+    targets: Any = None
+    """int32 ids whose log-probs count at each token; None: the tokens themselves."""
 
 
 @jax.tree_util.register_dataclass

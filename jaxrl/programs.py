@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.assembly import Assembly, Programs
 from jaxrl.batch import AttentionLayout, TrainBatch, TrainState
+from jaxrl.learn.optimizer import Hyper
 from jaxrl.models import hf
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.kv_cache import ROWS
 from jaxrl.rollout.sampling import SamplingArrays
 from jaxrl.sharding import BATCH_AXES, named, shapes_with
-from jaxrl.step import init_train_state
 
 PHASES = ("rollout", "rewards", "scoring", "update", "refresh")
 """In the order of a step."""
@@ -60,17 +60,18 @@ def loop_programs(parts: Assembly, programs: Programs) -> list[Program]:
         multi_turn = parts.config.environment.name is not None
         found += engine_programs(programs.engine, programs.refresh.shapes, multi_turn=multi_turn)
         found += reward_programs(parts)
-    count = _shape((), np.int32, parts.mesh)
+    count, learner = _shape((), np.int32, parts.mesh), programs.learner
     trips = parts.batch_shape.micro_batches
     if algo.needs_old_log_probs or algo.uses_reference:
-        args = (params, batch_shapes(parts), count)
+        args: tuple[Any, ...] = (params, {}, batch_shapes(parts), count)
         if algo.needs_old_log_probs:
-            found.append(Program("score", "scoring", programs.score_step, args, trips))
+            found.append(Program("score", "scoring", learner.forward, args, trips))
         if algo.uses_reference:
-            found.append(Program("score_reference", "scoring", programs.score_step, args, trips))
+            found.append(Program("score_reference", "scoring", learner.forward, args, trips))
     scored = {"old_log_probs": algo.needs_old_log_probs, "ref_log_probs": algo.uses_reference}
     state, batch = state_shapes(parts, programs), batch_shapes(parts, **scored)
-    found.append(Program("update", "update", programs.train_step, (state, batch, count), trips))
+    hyper = jax.eval_shape(lambda: Hyper.of(parts.config.optim, 0.0))
+    found.append(Program("update", "update", learner.update, (state, {}, batch, count, hyper), trips))
     if programs.refresh is not None:
         refresh = programs.refresh
         found.append(Program("refresh", "refresh", refresh.program, (params, refresh.shapes)))
@@ -79,11 +80,8 @@ def loop_programs(parts: Assembly, programs: Programs) -> list[Program]:
 
 def state_shapes(parts: Assembly, programs: Programs) -> TrainState:
     """The train state as ShapeDtypeStructs with shardings."""
-    shapes = jax.eval_shape(
-        lambda params: init_train_state(params, programs.optimizer, parts.config.optim, programs.shardings),
-        parts.param_shapes(),
-    )
-    return shapes_with(programs.shardings, shapes)
+    learner = programs.learner
+    return shapes_with(learner.shardings, jax.eval_shape(learner.init_state, parts.param_shapes()))
 
 
 def batch_shapes(parts: Assembly, *, old_log_probs: bool = False, ref_log_probs: bool = False) -> TrainBatch:

@@ -18,7 +18,6 @@ from jaxrl.config import ConfigError, folder_problem, to_dict, to_yaml
 from jaxrl.metrics import METRICS_FILE, WANDB_ID_FILE, environment, parse_line
 from jaxrl.programs import state_shapes
 from jaxrl.settings import RunConfig
-from jaxrl.step import init_train_state
 from jaxrl.storage import Folder, is_remote
 
 logger = logging.getLogger("jaxrl")
@@ -145,11 +144,10 @@ def restore_or_start(
         ConfigError: the model, the optimizer or the seed are not those of the checkpoint.
     """
     step = checkpoints.latest()
-    optim = parts.config.optim
     if step is None:
         origin = parts.origin()
         params = parts.initial_params(origin)
-        return init_train_state(params, programs.optimizer, optim, programs.shardings), {}, origin
+        return programs.learner.init_state(params), {}, origin
     meta = checkpoints.meta(step)
     tell_changes(meta["config"], to_dict(parts.config))
     meta |= {name: _numbers(meta[name]) for name in ("latest", "pending") if name in meta}

@@ -21,12 +21,12 @@ from jaxrl.config import factory, setting
 from jaxrl.data.config import DataConfig
 from jaxrl.data.packing import BatchConfig
 from jaxrl.environments.config import EnvironmentConfig
+from jaxrl.learn.optimizer import OptimConfig
 from jaxrl.metrics import MetricsConfig, ProfileConfig
 from jaxrl.models.config import ModelSource
 from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rollout.config import RolloutConfig, Sampling, sampling_problems
 from jaxrl.sharding import MeshConfig
-from jaxrl.step import OptimConfig
 
 _NAME_CHARACTERS = 128
 """Longest name of a run."""

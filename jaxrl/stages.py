@@ -239,7 +239,7 @@ def score(
         batch, count, index, tokens = _packed(parts, chosen)
         computed += tokens
         found = {
-            name: unpack(to_host(programs.score_step(weights, batch, count)), index)
+            name: unpack(to_host(programs.learner.forward(weights, {}, batch, count).log_probs), index)
             for name, weights in sources.items()
         }
         scored += [

@@ -37,6 +37,7 @@ from jaxrl.data.packing import Sequence
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.evaluate import evaluate, sample_rows
 from jaxrl.failures import failing_together, telling_others
+from jaxrl.learn.optimizer import Hyper
 from jaxrl.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.preemption import INTERRUPTED, Interrupted, announced, check, stop_on_signal
 from jaxrl.programs import loop_programs
@@ -178,8 +179,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 metrics |= found
                 done, position = step, r.data.get_state()
                 last = step == r.total_steps or r.data.ended
-                before, updates, failed = updates, int(state.updates), int(state.skipped_in_a_row)
-                metrics["optim/learning_rate"] = float(programs.schedule(max(before, updates - 1)))
+                updates, failed = int(state.updates), int(state.skipped_in_a_row)
                 # 8: the sampler gets the new weights, in the place of the old ones.
                 if programs.refresh:
                     with r.timer.phase("refresh"):
@@ -290,18 +290,22 @@ def update(
     r: Run, state: TrainState, sequences: list[Sequence], step: int
 ) -> tuple[TrainState, dict[str, float]]:
     """Stage 7: an update for each minibatch of each epoch; ``state`` is donated."""
-    results = []
+    programs, optim = r.programs, r.parts.config.optim
+    results, learning_rate = [], float(programs.schedule(int(state.updates)))
     with r.timer.phase("update") as phase:
         r.progress.update("update")
         for batch, count, tokens in stages.minibatches(r.parts, sequences, step):
-            state, result = r.programs.train_step(state, batch, count)
+            learning_rate = float(programs.schedule(int(state.updates)))
+            hyper = Hyper.of(optim, learning_rate)
+            state, result = programs.learner.update(state, {}, batch, count, hyper)
             results.append(jax.device_get(result))
             phase.tokens += tokens
+    rate = {"optim/learning_rate": learning_rate}
     if not results:
-        return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout}
+        return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout, **rate}
     counted = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
     sizes = {"batch/computed_tokens": phase.tokens, "batch/counted_tokens": counted}
-    return state, finish_metrics(*results) | sizes
+    return state, finish_metrics(*results) | sizes | rate
 
 
 def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:

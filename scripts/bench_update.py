@@ -37,10 +37,10 @@ from rich.table import Table
 from jaxrl.assembly import Assembly, assemble
 from jaxrl.config import from_dict
 from jaxrl.data.packing import Sequence, pack
+from jaxrl.learn.optimizer import Hyper
 from jaxrl.models import ModelConfig
 from jaxrl.settings import RunConfig
 from jaxrl.sharding import BATCH_AXES, put
-from jaxrl.step import init_train_state
 
 PROMPTS, GROUP, PROMPT, COMPLETION = 4, 4, 64, 128
 PEERS = {
@@ -120,9 +120,9 @@ class Programs:
 
     def __init__(self, parts: Assembly):
         self.parts, self.programs = parts, parts.programs(1)
-        config, mesh = parts.config, parts.mesh
-        params = parts.initial_params()
-        self.state = init_train_state(params, self.programs.optimizer, config.optim, self.programs.shardings)
+        mesh, self.learner = parts.mesh, self.programs.learner
+        self.hyper = Hyper.of(parts.config.optim, parts.config.optim.learning_rate)
+        self.state = self.learner.init_state(parts.initial_params())
         batch, count, _ = pack(sequences(parts.vocab_limit), parts.batch_shape)
         self.batch = put(batch, mesh, PartitionSpec(None, BATCH_AXES))
         self.count, self.none = (put(np.int32(n), mesh) for n in (count, 0))
@@ -131,15 +131,19 @@ class Programs:
 
     def score(self) -> None:
         """The forward pass, and the log-probs of the reference."""
-        jax.block_until_ready(self.programs.score_step(self.state.params, self.batch, self.count))
+        jax.block_until_ready(self.learner.forward(self.state.params, {}, self.batch, self.count))
 
     def optimize(self) -> None:
         """AdamW alone: an update of no micro-batch."""
-        self.state, _ = jax.block_until_ready(self.programs.train_step(self.state, self.batch, self.none))
+        self._update(self.none)
 
     def update(self) -> None:
         """Forward, backward and AdamW."""
-        self.state, _ = jax.block_until_ready(self.programs.train_step(self.state, self.batch, self.count))
+        self._update(self.count)
+
+    def _update(self, count: jax.Array) -> None:
+        found = self.learner.update(self.state, {}, self.batch, count, self.hyper)
+        self.state, _ = jax.block_until_ready(found)
 
     def measure(self, steps: int) -> list[dict[str, float]]:
         return [

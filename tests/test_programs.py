@@ -102,11 +102,9 @@ def test_lowered_programs_are_those_that_training_runs(overrides, tmp_path, monk
                 programs.refresh, program=Recorder(programs.refresh.program, recorded)
             )
             programs = dataclasses.replace(programs, refresh=refresh)
-        return dataclasses.replace(
-            programs,
-            score_step=Recorder(programs.score_step, recorded),
-            train_step=Recorder(programs.train_step, recorded),
-        )
+        for name in ("forward", "update"):
+            vars(programs.learner)[name] = Recorder(getattr(programs.learner, name), recorded)
+        return programs
 
     monkeypatch.setattr(Assembly, "programs", recording)
     assert train.run(config) == 0

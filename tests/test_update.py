@@ -17,27 +17,16 @@ from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.algorithms.losses import finish_metrics
 from jaxrl.algorithms.presets import PRESETS
 from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.learn.learner import Learner
+from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.models import Model, hf
 from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
-from jaxrl.step import (
-    OptimConfig,
-    StepSpec,
-    init_train_state,
-    make_score_step,
-    make_train_step,
-    state_shardings,
-)
 
 CHECKPOINTS = Path(__file__).parent / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 FAST = {"xla_backend_optimization_level": 0}
 """Options for tiny programs that run once: they are compiled fast, not well."""
-KEEP_GRADIENT = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
-    update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
-)
-"""An optimizer that moves nothing and whose state is the last gradient."""
 
 
 def sequences(num_prompts=5, group=GROUP, seed=0):
@@ -61,18 +50,15 @@ def sequences(num_prompts=5, group=GROUP, seed=0):
     return found
 
 
-def programs(family, split, algo):
-    """(mesh, state, score_step, train_step) of a reference checkpoint."""
+def learner_of(family, split, algo):
+    """A learner of a reference checkpoint, and its parameters."""
     mesh = make_mesh(
         MeshConfig(**dict(zip(("data", "fsdp", "tensor"), split, strict=True))),
         jax.devices()[: np.prod(split)],
     )
     model = Model(hf.load_config(CHECKPOINTS / family), mesh=mesh if mesh.size > 1 else None)
     params = jax.device_put(hf.load_params(CHECKPOINTS / family, model), named(mesh, model.specs(mesh)))
-    shardings = state_shardings(model, mesh, KEEP_GRADIENT, params)
-    state = init_train_state(params, KEEP_GRADIENT, OptimConfig(), shardings)
-    spec = StepSpec(model=model, mesh=mesh, algo=algo, temperature=4.0, vocab_limit=None)
-    return mesh, state, make_score_step(spec), make_train_step(spec, KEEP_GRADIENT, shardings)
+    return Learner(model=model, mesh=mesh, algo=algo, temperature=4.0, vocab_limit=None), params
 
 
 def run(program, *args):
@@ -84,7 +70,8 @@ class Update:
 
     def __init__(self, family, split=(1, 1, 1), algo=AlgoConfig(kl_coef=0.1), **batch_settings):  # noqa: B008
         self.settings = BatchConfig(**batch_settings)
-        self.mesh, self.state, self.score_step, self.train_step = programs(family, split, algo)
+        self.learner, self.params = learner_of(family, split, algo)
+        self.mesh = self.learner.mesh
 
     def batch(self, found, group=GROUP):
         shape = self.settings.shape(
@@ -99,12 +86,13 @@ class Update:
 
     def log_probs(self, found):
         batch, count, index = self.batch(found)
-        return unpack(run(self.score_step, self.state.params, batch, count), index)
+        return unpack(run(self.learner.forward, self.params, {}, batch, count).log_probs, index)
 
     def gradient(self, found):
         batch, count, _ = self.batch(found)
-        state, metrics = run(self.train_step, self.state, batch, count)
-        return state.opt_state, finish_metrics(metrics)
+        zeros = self.learner.zeros(self.params)
+        gradient, metrics, _ = run(self.learner.accumulate, self.params, {}, zeros, batch, count)
+        return gradient, finish_metrics(metrics)
 
 
 @functools.cache
@@ -199,7 +187,8 @@ def test_memory_does_not_depend_on_the_size_of_groups():
     for group in (4, 16):
         found = [dataclasses.replace(s, ref_log_probs=-s.loss_mask) for s in sequences(group=group)]
         batch, count, _ = update.batch(found, group)
-        program = update.train_step.lower(update.state, batch, count).compile(FAST)
+        args = (update.learner.init_state(update.params), {}, batch, count, Hyper.of(OptimConfig(), 1e-6))
+        program = update.learner.update.lower(*args).compile(FAST)
         used.append(int(count))
         temporaries.append(program.memory_analysis().temp_size_in_bytes)
     assert used[1] > 3 * used[0]

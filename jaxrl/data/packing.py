@@ -163,6 +163,8 @@ class Sequence:
     """Sequences of one group begin with the same prompt; None: it shares nothing."""
     prompt_tokens: int = 0
     """Length of that prompt; none of its tokens is scored."""
+    targets: np.ndarray | None = None
+    """[n] ids whose log-probs count; None in every sequence: the tokens themselves."""
     sample: int | None = None
     """Which sample of the step it belongs to: an episode may have several rows. None: one of its own."""
 
@@ -358,7 +360,9 @@ def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[T
     count, tokens = lead[0] * lead[1], shape.tokens
     names = [n for n in _PER_TOKEN if _has(sequences, n)]
     floats = {name: np.zeros((count, tokens), np.float32) for name in names}
-    columns = ("tokens", "positions", "segment_ids", *(("sample_ids",) if shape.whole_samples else ()))
+    columns = ["tokens", "positions", "segment_ids"]
+    columns += ["sample_ids"] if shape.whole_samples else []
+    columns += ["targets"] if _has(sequences, "targets") else []
     ints = {name: np.zeros((count, tokens), np.int32) for name in columns}
     filled, segments = np.zeros(count, np.int64), np.zeros(count, np.int64)
     numbers: list[dict[Any, int]] = [{} for _ in range(count)]  # of the samples of a row
@@ -393,6 +397,8 @@ def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[T
         own = row, slice(start, start + len(s) - prompt)
         for name in names:
             floats[name][own] = _values(s, name)[prompt:]
+        if "targets" in ints:
+            ints["targets"][own] = _values(s, "targets")[prompt:]
         index[:, i] = shared, prompt, start, len(s) - prompt
         if attention is not None:
             attention.write(room.place[i], index[:, i], first)
@@ -443,8 +449,8 @@ class _Attention:
 
 
 def _has(sequences: list[Sequence], name: str) -> bool:
-    """Whether the batch has the array: old and ref log-probs are optional, for all sequences alike."""
-    if name not in ("old_log_probs", "ref_log_probs"):
+    """Whether the batch has the array: some are optional, for all sequences alike."""
+    if name not in ("old_log_probs", "ref_log_probs", "targets"):
         return True
     there = [getattr(s, name) is not None for s in sequences]
     if any(there) and not all(there):

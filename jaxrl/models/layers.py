@@ -1,8 +1,8 @@
 """The parts of a decoder layer, as flax.nnx modules: norm, attention, MLP, and the layer itself.
 
 A parameter carries the logical names of its axes (``out_sharding``), which ``jaxrl.sharding`` turns into
-mesh axes. It is kept in the dtype it was made in and cast to the compute dtype where it is used; norms, rope
-and softmax are float32.
+mesh axes, and whether weight decay shrinks it (``decays``). It is kept in the dtype it was made in and cast
+to the compute dtype where it is used; norms, rope and softmax are float32.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class Context:
 def param(
     rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str | None, ...], dtype, fan_in: int
 ) -> nnx.Param:
-    """A matrix with entries of variance 1 / fan_in, or zeros when ``fan_in`` is 0."""
+    """A matrix with entries of variance 1 / fan_in, which weight decay shrinks; zeros, a bias that it leaves
+    alone, when ``fan_in`` is 0."""
     if fan_in:
         value = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
     else:
         value = jnp.zeros(shape, dtype)
-    return nnx.Param(value, out_sharding=names, eager_sharding=False)
+    return nnx.Param(value, out_sharding=names, eager_sharding=False, decays=bool(fan_in))
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype, mesh: Mesh | None) -> jax.Array:
@@ -163,9 +164,8 @@ class RMSNorm(nnx.Module):
             config.norm_offset,
             tuple(range(-len(shape), 0)),
         )
-        self.scale = nnx.Param(
-            jnp.full(shape, 1.0 - config.norm_offset, dtype), out_sharding=names, eager_sharding=False
-        )
+        ones = jnp.full(shape, 1.0 - config.norm_offset, dtype)
+        self.scale = nnx.Param(ones, out_sharding=names, eager_sharding=False, decays=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)

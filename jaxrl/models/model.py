@@ -79,6 +79,12 @@ class Model:
             flat[path] = spec_for(names, variable.shape, mesh, view)
         return nnx.traversals.unflatten_mapping(flat)
 
+    def decays(self) -> Params:
+        """Whether weight decay shrinks each parameter (train layout): not norms' scales and biases."""
+        _, state = _abstract(self.config, True)
+        flat = {path: variable.get_metadata("decays") for path, variable in nnx.to_flat_state(state)}
+        return nnx.traversals.unflatten_mapping(flat)
+
     def hidden_states(
         self,
         params: Params,

@@ -7,12 +7,12 @@ import pytest
 
 from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
+from jaxrl.learn.learner import Learner
 from jaxrl.models import Model, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.sharding import make_mesh
-from jaxrl.step import StepSpec, token_statistics
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"]
 NEW = 16
@@ -74,6 +74,6 @@ def test_sampler_and_trainer_agree(fixtures, name):
         advantages=expected,
         rollout_log_probs=expected,
     )
-    spec = StepSpec(model=model, mesh=mesh, algo=AlgoConfig(), temperature=0.7, vocab_limit=None)
-    log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(params, micro)
+    learner = Learner(model=model, mesh=mesh, algo=AlgoConfig(), temperature=0.7, vocab_limit=None)
+    log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(params, micro)
     assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4

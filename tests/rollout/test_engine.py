@@ -13,12 +13,12 @@ from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.batch import Prompts, TrainBatch
 from jaxrl.compilations import CompilationCounter
 from jaxrl.config import ConfigError
+from jaxrl.learn.learner import Learner
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.sharding import MeshConfig, make_mesh, named
-from jaxrl.step import StepSpec, token_statistics
 
 SCRATCH = dict(
     model_type="qwen3",
@@ -129,10 +129,10 @@ def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature)
         advantages=mask,
         rollout_log_probs=expected,
     )
-    spec = StepSpec(
+    learner = Learner(
         model=model, mesh=one_device(), algo=AlgoConfig(), temperature=temperature, vocab_limit=LIMIT
     )
-    log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(params, micro)
+    log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(params, micro)
     assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4
 
 

@@ -17,13 +17,13 @@ from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.environments import EnvironmentConfig
+from jaxrl.learn.learner import Learner
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import Episodes, MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.sharding import MeshConfig, make_mesh, named
-from jaxrl.step import StepSpec, token_statistics
 
 USER = str(Path(__file__).parent.parent / "environments" / "user_environments.py")
 SCRATCH = dict(
@@ -163,8 +163,10 @@ def assert_trainer_agrees(model, out):
         advantages=mask,
         rollout_log_probs=mask,
     )
-    spec = StepSpec(model=model[0], mesh=one_device(), algo=AlgoConfig(), temperature=1.0, vocab_limit=LIMIT)
-    log_probs, _ = jax.jit(lambda p, m: token_statistics(spec, p, m))(model[1], micro)
+    learner = Learner(
+        model=model[0], mesh=one_device(), algo=AlgoConfig(), temperature=1.0, vocab_limit=LIMIT
+    )
+    log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(model[1], micro)
     assert (np.abs(np.asarray(log_probs) - arrays["log_probs"]) * mask).max() < 1e-4
 
 

@@ -8,11 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import TrainState
 from jaxrl.data.packing import BatchConfig, Sequence, pack
+from jaxrl.learn.learner import Learner
+from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards
-from jaxrl.step import OptimConfig, StepSpec, make_optimizer, make_train_step, state_shardings
+from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, shapes_with
 from jaxrl.tpu import chip_of, program_cost, topology_mesh
 
 TOPOLOGY = "v5e:2x2"
@@ -38,14 +38,13 @@ def compile_update(found, **batch_settings):
         remat="full",
         mesh=mesh,
     )
-    optimizer, params = make_optimizer(OptimConfig(), 100), model.shapes("bfloat16")
-    shardings = state_shardings(model, mesh, optimizer, params)
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(
-        params=params,
-        opt_state=jax.eval_shape(optimizer.init, params),
-        updates=count,
-        skipped_in_a_row=count,
+    learner = Learner(
+        model=model,
+        mesh=mesh,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        vocab_limit=None,
+        moment_dtype="bfloat16",
     )
     shape = BatchConfig(**batch_settings).shape(
         len(found),
@@ -56,18 +55,19 @@ def compile_update(found, **batch_settings):
         multiple=128,
     )
     batch, _, _ = pack(found, shape)
-    spec = StepSpec(model=model, mesh=mesh, algo=AlgoConfig(), temperature=1.0, vocab_limit=None)
 
     def placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     rows, whole = NamedSharding(mesh, P(None, BATCH_AXES)), NamedSharding(mesh, P())
     args = (
-        jax.tree.map(placed, state, shardings),
+        shapes_with(learner.shardings, jax.eval_shape(learner.init_state, model.shapes("bfloat16"))),
+        {},
         jax.tree.map(lambda x: placed(x, rows), batch),
-        placed(count, whole),
+        placed(jax.ShapeDtypeStruct((), jnp.int32), whole),
+        Hyper.of(OptimConfig(), 1e-6),
     )
-    return make_train_step(spec, optimizer, shardings).lower(*args).compile()
+    return learner.update.lower(*args).compile()
 
 
 @pytest.mark.slow

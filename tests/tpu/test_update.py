@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import TrainBatch, TrainState
+from jaxrl.batch import TrainBatch
+from jaxrl.learn.learner import Learner
+from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import BATCH_AXES, MeshConfig
-from jaxrl.step import OptimConfig, StepSpec, make_optimizer, make_train_step, state_shardings
+from jaxrl.sharding import BATCH_AXES, MeshConfig, shapes_with
 from jaxrl.tpu import chip_of, program_cost, topology_mesh
 
 QWEN3_8B = {
@@ -55,16 +56,16 @@ def compile_update(topology, mesh, sizes, layers, dtype, state_memory="device", 
     sizes = {"vocab_size": VOCABULARY, **sizes, "num_hidden_layers": layers}
     config = ModelConfig.from_scratch(sizes, vocab_size=VOCABULARY)
     model = Model(config, compute_dtype="bfloat16", remat=remat, mesh=mesh)
-    optimizer = make_optimizer(OptimConfig(), 100)
-    shapes = model.shapes(dtype)
-    shardings = state_shardings(model, mesh, optimizer, shapes, state_memory)
-    state = TrainState(
-        params=shapes,
-        opt_state=jax.eval_shape(optimizer.init, shapes),
-        updates=jax.ShapeDtypeStruct((), jnp.int32),
-        skipped_in_a_row=jax.ShapeDtypeStruct((), jnp.int32),
+    learner = Learner(
+        model=model,
+        mesh=mesh,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        vocab_limit=None,
+        moment_dtype=dtype,
+        state_memory=state_memory,
     )
-    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+    state = shapes_with(learner.shardings, jax.eval_shape(learner.init_state, model.shapes(dtype)))
     rows = NamedSharding(mesh, P(None, BATCH_AXES))
     integers, floats = (
         jax.ShapeDtypeStruct((1, ROWS, length), d, sharding=rows) for d in ("int32", "float32")
@@ -78,9 +79,9 @@ def compile_update(topology, mesh, sizes, layers, dtype, state_memory="device", 
         advantages=floats,
         rollout_log_probs=floats,
     )
-    spec = StepSpec(model=model, mesh=mesh, algo=AlgoConfig(), temperature=1.0, vocab_limit=None)
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    return make_train_step(spec, optimizer, shardings).lower(state, batch, count).compile()
+    hyper = Hyper.of(OptimConfig(), 1e-6)
+    return learner.update.lower(state, {}, batch, count, hyper).compile()
 
 
 def report(topology, compiled) -> dict:

@@ -1,0 +1,332 @@
+"""A learner: one trained model, and the compiled functions that teach it.
+
+``forward`` gives statistics of given tokens, ``accumulate`` adds a batch's gradient to a sum, ``apply`` makes
+an update of a sum, and ``update`` does both in one program, which is what training runs. All walk over the
+micro-batches of a ``TrainBatch`` inside one program; how many of them are real is an argument, so batches
+with fewer rows neither recompile nor compute padding. Loss weights are fixed for the whole update before it
+starts, so gradients of micro-batches, and of batches, add up exactly, in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl.algorithms import losses
+from jaxrl.algorithms.config import AlgoConfig
+from jaxrl.batch import Metric, TrainBatch, TrainState
+from jaxrl.learn import optimizer
+from jaxrl.learn.optimizer import Hyper, float32
+from jaxrl.models import Model
+from jaxrl.models.layout import take
+from jaxrl.ops.policy_loss import policy_loss
+from jaxrl.ops.token_log_probs import Implementation, token_log_probs
+from jaxrl.sharding import BATCH_AXES, named
+
+Tree = Any
+"""Nested dict of arrays."""
+
+
+class Statistics(NamedTuple):
+    """Of each token of a batch, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is scored."""
+
+    log_probs: jax.Array
+    """Nats, of logits / temperature."""
+    entropies: jax.Array
+
+
+def every_parameter(name: str) -> bool:
+    """Full fine-tuning."""
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What its programs are compiled for; static and hashable.
+
+    Parameters are two trees: the trained ones, which the state holds, and the frozen ones, which have neither
+    gradient nor moments and are never donated.
+    """
+
+    model: Model
+    mesh: Mesh
+    algo: AlgoConfig
+    temperature: float
+    vocab_limit: int | None
+    trains: Callable[[str], bool] = every_parameter
+    """Whether the parameter of a dotted name ("blocks.0.attention.q") is trained."""
+    moment_dtype: str = "float32"
+    state_memory: str = "device"
+    """Where moments rest (``OptimConfig.state_memory``)."""
+    seed: int = 0
+    """Of the rounding to bfloat16; float32 parameters and moments have none."""
+    log_prob_implementation: Implementation | None = None
+
+    def split(self, params: Tree) -> tuple[Tree, Tree]:
+        """Parameters, or a tree like them, as (trained, frozen)."""
+        return _filter(params, self.trains), _filter(params, lambda name: not self.trains(name))
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """NamedShardings of the state: moments lie as their parameters do, counters are replicated."""
+        params, _ = self.split(named(self.mesh, self.model.specs(self.mesh, view="train")))
+        moments = params
+        if self.state_memory != "device":
+            moments = jax.tree.map(lambda s: s.with_memory_kind(self.state_memory), params)
+        adam = optax.ScaleByAdamState(count=self._whole, mu=moments, nu=moments)
+        return TrainState(params=params, opt_state=adam, updates=self._whole, skipped_in_a_row=self._whole)
+
+    def init_state(self, trained: Tree) -> TrainState:
+        """Fresh optimizer state around ``trained`` parameters (train view)."""
+
+        def make(params: Tree):
+            return optimizer.init(params, self.moment_dtype), jnp.int32(0), jnp.int32(0)
+
+        s = self.shardings
+        out = (s.opt_state, s.updates, s.skipped_in_a_row)
+        opt_state, updates, skipped = jax.jit(make, out_shardings=out)(trained)
+        return TrainState(params=trained, opt_state=opt_state, updates=updates, skipped_in_a_row=skipped)
+
+    @functools.cached_property
+    def zeros(self) -> Any:
+        """zeros(trained) -> the empty sum of gradients: float32, laid out as the parameters are."""
+
+        def zeros(trained: Tree) -> Tree:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+
+        return jax.jit(zeros, out_shardings=self.shardings.params)
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """forward(trained, frozen, batch, num_micro_batches) -> Statistics [M, R, T]."""
+
+        def forward(trained: Tree, frozen: Tree, batch: TrainBatch, num_micro_batches) -> Statistics:
+            params = merge(trained, frozen)
+
+            def body(i, out: Statistics) -> Statistics:
+                return _put(out, self.statistics(params, _micro_batch(batch, i)), i)
+
+            return lax.fori_loop(0, num_micro_batches, body, _no_statistics(batch))
+
+        return jax.jit(forward, out_shardings=self._rows)
+
+    @functools.cached_property
+    def accumulate(self) -> Any:
+        """accumulate(trained, frozen, grads, batch, num_micro_batches, update_tokens=None)
+        -> (grads, metrics, Statistics [M, R, T]).
+
+        Adds the gradient of the batch's loss to ``grads`` (from ``zeros``; donated). Metrics of several
+        batches merge with ``losses.merge_metrics``. ``update_tokens`` counts the tokens of all batches of the
+        update, of which the load-balancing loss of experts is a mean; None: those of this batch.
+        """
+
+        def accumulate(trained, frozen, grads, batch: TrainBatch, num_micro_batches, update_tokens=None):
+            if update_tokens is None:
+                update_tokens = jnp.sum(batch.segment_ids > 0)
+            given = trained, frozen, batch, num_micro_batches, update_tokens
+            return self._add_gradients(*given, grads, _no_statistics(batch))
+
+        out = (self.shardings.params, self._whole, self._rows)
+        return jax.jit(accumulate, donate_argnums=2, out_shardings=out)
+
+    @functools.cached_property
+    def apply(self) -> Any:
+        """apply(state, grads, hyper) -> (state, metrics); the state is donated.
+
+        Metrics are ``optim/grad_norm`` before clipping and ``optim/skipped`` (1 or 0): an update whose
+        gradient is not finite leaves parameters and optimizer state as they were.
+        """
+
+        def apply(state: TrainState, grads: Tree, hyper: Hyper):
+            return self._apply(state, grads, hyper, True)
+
+        return jax.jit(apply, donate_argnums=0, out_shardings=(self.shardings, self._whole))
+
+    @functools.cached_property
+    def update(self) -> Any:
+        """update(state, frozen, batch, num_micro_batches, hyper) -> (state, metrics); the state is donated.
+
+        Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), and
+        those of ``apply``. An update in which no token has weight is skipped too.
+        """
+
+        def update(state: TrainState, frozen: Tree, batch: TrainBatch, num_micro_batches, hyper: Hyper):
+            given, tokens = (state.params, frozen, batch), jnp.sum(batch.segment_ids > 0)
+            if len(batch.tokens) == 1:  # nothing to add up
+                grads, metrics, _ = self._gradient(*given, 0, tokens)
+            else:
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+                start = self._constrained(zeros)
+                grads, metrics, _ = self._add_gradients(*given, num_micro_batches, tokens, start)
+            weighed = jnp.sum(jnp.abs(batch.loss_weights)) > 0
+            state, more = self._apply(state, grads, hyper, weighed)
+            return state, losses.of_update(metrics) | more
+
+        return jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, self._whole))
+
+    def predicting_states(self, params: Tree, micro: TrainBatch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[R, T, D] hidden states of one micro-batch, each at the token that it predicts; and what
+        ``Model.hidden_states`` says of the experts.
+
+        The one place where logits are shifted against tokens: the state at t - 1 predicts the token at t, or
+        that at ``predictors`` where a prompt is shared. A sequence's first token is never scored, so what
+        predicts it does not matter.
+        """
+        hidden, experts = self.model.hidden_states(
+            params, micro.tokens, micro.positions, micro.segment_ids, micro.attention
+        )
+        rolled = jnp.roll(hidden, 1, axis=1) if micro.predictors is None else take(hidden, micro.predictors)
+        return rolled, experts
+
+    def statistics(self, params: Tree, micro: TrainBatch) -> Statistics:
+        """Of one micro-batch [R, T] under all ``params``, trained and frozen."""
+        hidden, _ = self.predicting_states(params, micro)
+        head = self.model.head(params).astype(hidden.dtype)
+        out = token_log_probs(hidden, head, _targets(micro), mask=micro.loss_mask > 0, **self._head_options)
+        return Statistics(out.log_probs, out.entropies)
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def _rows(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, BATCH_AXES))
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "soft_cap": self.model.config.final_soft_cap,
+            "vocab_limit": self.vocab_limit,
+            "mesh": self.mesh,
+            "implementation": self.log_prob_implementation,
+        }
+
+    def _loss(self, trained: Tree, frozen: Tree, micro: TrainBatch, update_tokens):
+        """Loss of one micro-batch, and (metrics, Statistics)."""
+
+        def of_tokens(log_probs, entropies, micro: TrainBatch):
+            value, metrics = losses.policy_loss(log_probs, entropies, micro, self.algo)
+            return value, (metrics, Statistics(log_probs, entropies))
+
+        params = merge(trained, frozen)
+        hidden, experts = self.predicting_states(params, micro)
+        loss, (metrics, statistics) = policy_loss(
+            hidden,
+            self.model.head(params).astype(hidden.dtype),
+            _targets(micro),
+            micro.loss_mask > 0,
+            dataclasses.replace(micro, predictors=None, attention=None, targets=None),  # the rest is [R, T]
+            of_tokens,
+            token_local=losses.token_local(self.algo),
+            **self._head_options,
+        )
+        if self.algo.router_loss_coef:
+            loss, metrics = losses.with_router_loss(loss, metrics, micro, update_tokens, self.algo, **experts)
+        return loss, (metrics, statistics)
+
+    def _gradient(self, trained: Tree, frozen: Tree, batch: TrainBatch, i, update_tokens):
+        """Gradient of micro-batch ``i``, its metrics and Statistics."""
+        gradient = jax.grad(self._loss, has_aux=True)
+        grads, (metrics, statistics) = gradient(trained, frozen, _micro_batch(batch, i), update_tokens)
+        return grads, metrics, statistics
+
+    def _add_gradients(self, trained, frozen, batch: TrainBatch, num_micro_batches, tokens, grads, out=None):
+        """``grads`` with those of the micro-batches, in float32; metrics; ``out`` with their Statistics."""
+
+        def body(i, carry):
+            grads, metrics, out = carry
+            more, found, statistics = self._gradient(trained, frozen, batch, i, tokens)
+            if out is not None:
+                out = _put(out, statistics, i)
+            grads = jax.tree.map(jnp.add, grads, float32(more))
+            return grads, losses.merge_metrics(metrics, found), out
+
+        shapes = jax.eval_shape(lambda: self._gradient(trained, frozen, batch, 0, tokens)[1])
+        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+        return lax.fori_loop(0, num_micro_batches, body, (grads, metrics, out))
+
+    def _constrained(self, grads: Tree) -> Tree:
+        return jax.tree.map(lax.with_sharding_constraint, grads, self.shardings.params)
+
+    def _apply(self, state: TrainState, grads: Tree, hyper: Hyper, wanted):
+        grads = float32(self._constrained(grads))
+        opt_state = _on_device(state.opt_state, self.shardings.opt_state)
+        state = dataclasses.replace(state, opt_state=opt_state)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm)
+        applied = finite & wanted
+        decays, _ = self.split(self.model.decays())
+        params, opt_state = optimizer.adamw(grads, float32(opt_state), float32(state.params), hyper, decays)
+        params, opt_state = optimizer.at_rest(
+            (params, opt_state), (state.params, state.opt_state), self.seed, state.updates
+        )
+        new = TrainState(
+            params=params, opt_state=opt_state, updates=state.updates + 1, skipped_in_a_row=jnp.int32(0)
+        )
+        old = dataclasses.replace(
+            state, skipped_in_a_row=jnp.where(finite, state.skipped_in_a_row, state.skipped_in_a_row + 1)
+        )
+        chosen = jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+        found = {
+            "optim/grad_norm": Metric(total=grad_norm, weight=jnp.float32(1), reduction="mean"),
+            "optim/skipped": Metric(total=1.0 - applied, reduction="sum"),
+        }
+        return chosen, found
+
+
+def merge(trained: Tree, frozen: Tree) -> Tree:
+    """All parameters of two trees that ``Learner.split`` made."""
+    if not frozen:
+        return trained
+    both = {name: merge(trained[name], frozen[name]) for name in trained.keys() & frozen.keys()}
+    return {**trained, **frozen, **both}
+
+
+def _filter(tree: Tree, wanted: Callable[[str], bool], prefix: str = "") -> Tree:
+    """The leaves of a nested dict whose dotted names are wanted, without the dicts that are left empty."""
+    found = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            value = _filter(value, wanted, f"{prefix}{name}.")
+            if value:
+                found[name] = value
+        elif wanted(f"{prefix}{name}"):
+            found[name] = value
+    return found
+
+
+def _targets(micro: TrainBatch) -> jax.Array:
+    return micro.tokens if micro.targets is None else micro.targets
+
+
+def _micro_batch(batch: TrainBatch, i) -> TrainBatch:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
+
+
+def _put(out: Statistics, found: Statistics, i) -> Statistics:
+    return jax.tree.map(lambda o, x: lax.dynamic_update_index_in_dim(o, x, i, 0), out, found)
+
+
+def _no_statistics(batch: TrainBatch) -> Statistics:
+    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
+    return Statistics(zeros, zeros)
+
+
+def _on_device(tree: Tree, shardings: Tree) -> Tree:
+    """``tree`` with what rests in host memory copied to the device."""
+
+    def one(x, sharding):
+        on_host = sharding.memory_kind == "pinned_host"
+        return jax.device_put(x, sharding.with_memory_kind("device")) if on_host else x
+
+    return jax.tree.map(one, tree, shardings)
