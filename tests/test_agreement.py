@@ -119,7 +119,7 @@ def test_a_checksum_of_sequences_sees_every_field(two):
     n = np.arange(3, dtype=np.float32)
     plain = Sequence(tokens=np.arange(3, dtype=np.int32), loss_mask=n, group=0, prompt_tokens=1, sample=0)
     changes = {"tokens": np.array([0, 1, 3], np.int32), "loss_mask": n + 1, "advantages": n, "group": 1}
-    changes |= {"prompt_tokens": 2, "sample": 1}
+    changes |= {"prompt_tokens": 2, "sample": 1, "targets": np.array([0, 1, 3], np.int32)}
     changes |= {name: n for name in ("rollout_log_probs", "loss_weights", "old_log_probs", "ref_log_probs")}
     assert set(changes) == {field.name for field in dataclasses.fields(Sequence)}
     others = [agreement.of_sequences([dataclasses.replace(plain, **{k: v})]) for k, v in changes.items()]

@@ -93,7 +93,7 @@ def test_the_mesh_fits_the_topology_of_the_header(name):
 @pytest.mark.slow
 @pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
 @pytest.mark.parametrize("name", ["qwen3_8b"], indirect=True)
-def test_a_plan_of_one_layer_compiles_and_fits(name, capsys):
+def test_a_plan_of_one_layer_compiles_and_fits(name, fixtures, tmp_path, capsys):
     """Tokens, heads, vocabulary and views as they are. Every layer is alike, and a quarter of its width
     stands for it, as kernels take their time to compile (those of the whole width are in tests/tpu)."""
     config = load(RunConfig, ROOT / "configs" / f"{name}_gsm8k.yaml")[0]
@@ -101,6 +101,9 @@ def test_a_plan_of_one_layer_compiles_and_fits(name, capsys):
     quarter = {k: shape[k] // 4 for k in ("hidden_size", "intermediate_size")}
     scratch = json.dumps({**shape, **quarter, "num_hidden_layers": 1})
     model = ["model.path=null", f"model.scratch={scratch}", "model.tokenizer=builtin:chars"]
+    template = tmp_path / "template.jinja"
+    template.write_text((fixtures / "hf" / FAMILIES[name] / "chat_template.jinja").read_text() + NO_THINKING)
+    model.append(f"data.chat_template={template}")
     arguments = ["--config", str(ROOT / "configs" / f"{name}_gsm8k.yaml"), "--topology", topology_of(name)]
     assert run_cli(plan, [*arguments, *model, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
