@@ -177,17 +177,15 @@ def test_processes_stop_together_and_another_number_continues(folder, adam):
 
 @pytest.mark.slow
 def test_what_eight_devices_saved_two_processes_continue(folder, adam):
-    mesh = ("batch.micro_batch_tokens=96", "mesh.data=2", "mesh.tensor=4")
-    wide = start(folder, "wide", 0, 1, 0, "steps=1", *mesh, devices=8)
+    mesh, other = ("mesh.data=2", "mesh.tensor=4"), ("mesh.data=4", "mesh.tensor=2")
+    rows = "batch.micro_batch_tokens=96"
+    wide = start(folder, "wide", 0, 1, 0, "steps=1", rows, *mesh, devices=8)
     _, errors = wide.communicate(timeout=600)
     assert wide.returncode == 0, errors
     shutil.copytree(folder / "runs" / "wide", folder / "runs" / "both")
-    overrides, port = ("steps=2", "resume=must", *mesh), free_port()
-    wide = start(folder, "wide", 0, 1, 0, *overrides, devices=8)
-    both = [
-        start(folder, "both", n, 2, port, *overrides, "mesh.data=4", "mesh.tensor=2", devices=8)
-        for n in (0, 1)
-    ]
+    overrides, port = ("steps=2", "resume=must", rows), free_port()
+    wide = start(folder, "wide", 0, 1, 0, *overrides, *mesh, devices=8)
+    both = [start(folder, "both", n, 2, port, *overrides, *other, devices=8) for n in (0, 1)]
     outputs = [p.communicate(timeout=600) for p in [wide, *both]]
     assert [p.returncode for p in [wide, *both]] == [0, 0, 0], outputs
     for item, change in (("params", adam.bound(1)), ("optimizer", adam.gradient)):
