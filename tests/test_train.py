@@ -240,6 +240,7 @@ def test_steady_state_compiles_nothing_and_leaks_nothing(configure):
     assert logged[4]["memory/live_bytes"] == logged[6]["memory/live_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.all_devices
 @pytest.mark.parametrize(
     "mesh", ["{data: 8}", "{data: 2, fsdp: 2, tensor: 2}", "{data: 1, fsdp: 1, tensor: 8}"]

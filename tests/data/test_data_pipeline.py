@@ -105,6 +105,7 @@ def test_resume_at_the_end_gives_nothing_more(chars):
     assert list(again) == []
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_same_and_resume_over_the_border(chars):
     straight = PromptIterator(config(epochs=2), chars, seed=5)
     batches = list(straight)
