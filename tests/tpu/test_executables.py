@@ -91,6 +91,11 @@ def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
     parts = assemble(config, mesh)
     (update,) = loop_programs(parts, parts.programs(config.steps))
     assert "XLA refuses" in Store(kept, mesh).load("update", lower(update))  # found; no TPU to run it
-    other = assemble(load(RunConfig, tmp_path / "run.yaml", ["optim.b1=0.8"])[0], mesh)
-    (update,) = loop_programs(other, other.programs(config.steps))
-    assert "another program" in Store(kept, mesh).load("update", lower(update))
+    # The optimizer's numbers are arguments of the program; the type of its moments is not.
+    for setting, found in (
+        ("optim.b1=0.8", "XLA refuses"),
+        ("optim.moment_dtype=bfloat16", "another program"),
+    ):
+        other = assemble(load(RunConfig, tmp_path / "run.yaml", [setting])[0], mesh)
+        (update,) = loop_programs(other, other.programs(config.steps))
+        assert found in Store(kept, mesh).load("update", lower(update)), setting
