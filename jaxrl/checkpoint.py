@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrl import distributed, pathways
+from jaxrl import distributed, pathways, strict_json
 from jaxrl.batch import TrainState
 from jaxrl.config import ConfigError, RunError, setting
 from jaxrl.storage import Folder, is_remote
@@ -447,7 +447,7 @@ def _scan(directory: Folder) -> dict[int, dict[str, float]]:
         if problem:
             logger.warning("%s is passed over: %s", directory / name, problem)
         else:
-            found[int(name)] = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
+            found[int(name)] = strict_json.numbers(record["metrics"])
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -150,7 +149,7 @@ def restore_or_start(
         return programs.learner.init_state(params), {}, origin
     meta = checkpoints.meta(step)
     tell_changes(meta["config"], to_dict(parts.config))
-    meta |= {name: _numbers(meta[name]) for name in ("latest", "pending") if name in meta}
+    meta |= {n: strict_json.numbers(meta[n]) for n in ("latest", "pending") if meta.get(n) is not None}
     logger.info("continuing from step %d of %s", step, checkpoints.directory)
     origin, changed = meta.get("origin"), meta["config"].get("init_from") != parts.config.init_from
     if parts.config.algo.uses_reference and (origin is None or changed):
@@ -226,10 +225,3 @@ def run_meta(
 def _plain(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Metrics as JSON holds them."""
     return None if metrics is None else strict_json.plain(metrics)
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float] | None:
-    """What ``_plain`` was given; None stands for every number that was not finite."""
-    if metrics is None:
-        return None
-    return {name: math.nan if value is None else value for name, value in metrics.items()}

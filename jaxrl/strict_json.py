@@ -22,6 +22,11 @@ def plain(value: Any) -> Any:
     return value
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that ``plain`` was given; None stands for every number that was not finite."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
 def dumps(value: Any, indent: int | None = None) -> str:
     """Return ``plain(value)`` as JSON text. TypeError for what JSON cannot hold."""
     return json.dumps(plain(value), allow_nan=False, indent=indent)

@@ -99,10 +99,7 @@ class Learner:
     def zeros(self) -> Any:
         """zeros(trained) -> the empty sum of gradients: float32, laid out as the parameters are."""
 
-        def zeros(trained: Tree) -> Tree:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
-
-        return jax.jit(zeros, out_shardings=self.shardings.params)
+        return jax.jit(_zeros, out_shardings=self.shardings.params)
 
     @functools.cached_property
     def forward(self) -> Any:
@@ -163,8 +160,7 @@ class Learner:
             if len(batch.tokens) == 1:  # nothing to add up
                 grads, metrics, _ = self._gradient(*given, 0, tokens)
             else:
-                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-                start = self._constrained(zeros)
+                start = self._constrained(_zeros(state.params))
                 grads, metrics, _ = self._add_gradients(*given, num_micro_batches, tokens, start)
             weighed = jnp.sum(jnp.abs(batch.loss_weights)) > 0
             state, more = self._apply(state, grads, hyper, weighed)
@@ -252,8 +248,7 @@ class Learner:
             return grads, losses.merge_metrics(metrics, found), out
 
         shapes = jax.eval_shape(lambda: self._gradient(trained, frozen, batch, 0, tokens)[1])
-        metrics = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-        return lax.fori_loop(0, num_micro_batches, body, (grads, metrics, out))
+        return lax.fori_loop(0, num_micro_batches, body, (grads, _zeros(shapes), out))
 
     def _constrained(self, grads: Tree) -> Tree:
         return jax.tree.map(lax.with_sharding_constraint, grads, self.shardings.params)
@@ -307,6 +302,11 @@ def _filter(tree: Tree, wanted: Callable[[str], bool], prefix: str = "") -> Tree
 
 def _targets(micro: TrainBatch) -> jax.Array:
     return micro.tokens if micro.targets is None else micro.targets
+
+
+def _zeros(tree: Tree) -> Tree:
+    """float32 zeros in the shapes of ``tree``."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
 def _micro_batch(batch: TrainBatch, i) -> TrainBatch:

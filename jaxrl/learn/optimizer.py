@@ -99,7 +99,7 @@ def learning_rate_schedule(config: OptimConfig, total_updates: int) -> optax.Sch
 
 def init(params: Any, dtype: str = "float32") -> optax.ScaleByAdamState:
     """Adam's moments of ``params``, all 0, and its count of updates."""
-    return optax.scale_by_adam(mu_dtype=None).init(jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params))
+    return optax.scale_by_adam().init(jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), params))
 
 
 def adamw(
