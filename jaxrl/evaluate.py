@@ -8,185 +8,23 @@ python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.pat
 from __future__ import annotations
 
 import argparse
-import atexit
-import collections
 import contextlib
 import dataclasses
-import shutil
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from jaxrl import distributed, strict_json
-from jaxrl.agreement import agree_on_config
-from jaxrl.assembly import Assembly, assemble, split_checkpoint
-from jaxrl.batch import Prompts, Rollouts
-from jaxrl.config import ConfigError, given_file, given_path, run_cli
+from jaxrl.config import ConfigError, given_file, run_cli
 from jaxrl.data.pipeline import load_prompts
-from jaxrl.failures import failing_together
-from jaxrl.preemption import check
-from jaxrl.progress import Progress
-from jaxrl.rewards.pool import Scores
-from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.episodes import MultiTurn
-from jaxrl.rollout.scheduler import rollout
-from jaxrl.scoring import Scorer
-from jaxrl.settings import RunConfig, parse
-from jaxrl.stages import episode_metrics, judged_passes, step_key
-from jaxrl.storage import Folder, is_remote
-
-EVAL_STREAM = 2**31
-"""Names evaluation's random numbers, apart from every training step's."""
-
-
-def evaluate(
-    parts: Assembly,
-    engine: Engine,
-    rollout_params: Any,
-    prompts: Prompts,
-    scorer: Scorer,
-    *,
-    multi_turn: MultiTurn | None = None,
-    policy_version: int = 0,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
-) -> tuple[dict[str, float], Rollouts, Scores]:
-    """Sample ``eval.samples`` completions of each held-out prompt and score them.
-
-    Returns the metrics (``eval/...``), and the completions with their scores. The numbers depend on the
-    parameters and the seed alone, not on the step. Interrupted, after a dispatch, when ``stop`` is set.
-    """
-    config = parts.config
-    total = len(prompts) * config.eval.samples
-
-    def report(done: int, tokens: int) -> None:
-        if progress is not None:
-            progress.update("eval", done=done, total=total, tokens=tokens)
-        check(stop, done, tokens)
-
-    report(0, 0)
-    completions = rollout(
-        engine,
-        rollout_params,
-        prompts,
-        group_size=config.eval.samples,
-        sampling=config.eval_sampling,
-        key=step_key(config.seed, EVAL_STREAM),
-        tokenizer=parts.tokenizer,
-        stop=config.rollout.stop,
-        keep_special=config.rollout.keep_special_tokens,
-        policy_version=policy_version,
-        progress=report,
-        multi_turn=multi_turn,
-    )
-    scores = scorer.score(completions)
-    return metrics(config, completions, scores), completions, scores
-
-
-def metrics(config: RunConfig, completions: Rollouts, scores: Scores) -> dict[str, float]:
-    """eval/pass_at_1, eval/pass_at_k, eval/maj_at_k (k = eval.samples), mean reward of all and of each term,
-    length.
-
-    What nobody judged is left out of all of them, as if it had not been sampled: abstained samples, prompts
-    that have no others, and metrics with nothing to count. maj@k is left out too where no answer can be read.
-    """
-    group = completions.group_size
-    task = scores.parts[config.rewards.task].reshape(-1, group)
-    passed = judged_passes(task, config.rewards.pass_threshold)
-    found = {
-        "eval/prompts": float(len(passed)),
-        "eval/abstained_fraction": float(np.isnan(task).mean()),
-        "eval/length_mean": float(completions.sampled_lengths.mean()),
-        "eval/truncated_fraction": float(completions.truncated.mean()),
-    }
-    if passed:
-        found["eval/pass_at_1"] = float(np.mean([row.mean() for row in passed.values()]))
-    if np.isfinite(scores.rewards).any():
-        found["eval/reward_mean"] = float(np.nanmean(scores.rewards))
-    for name, part in scores.parts.items():
-        if np.isfinite(part).any():
-            found[f"eval/reward/{name}"] = float(np.nanmean(part))
-    episodes = episode_metrics(completions)
-    found |= {f"eval/{name}": value for name, value in episodes.items() if name != "environment/seconds"}
-    if group > 1 and passed:
-        found["eval/pass_at_k"] = float(np.mean([row.any() for row in passed.values()]))
-        answers = [
-            [scores.answers[p * group + i] for i in np.flatnonzero(~np.isnan(task[p]))] for p in passed
-        ]
-        if any(answer is not None for own in answers for answer in own):
-            found["eval/maj_at_k"] = majority(answers, list(passed.values()))
-    return found
-
-
-def majority(answers: Sequence[Sequence[str | None]], passed: Sequence[np.ndarray]) -> float:
-    """Share of prompts whose most frequent answer is right (maj@k). One entry a prompt, of its samples; ties
-    go to the answer that came first; completions without a readable answer do not vote."""
-    right = 0
-    for own, row in zip(answers, passed, strict=True):
-        votes = collections.Counter(a for a in own if a is not None)
-        if votes:
-            winner = votes.most_common(1)[0][0]
-            right += bool(row[own.index(winner)])
-    return right / max(1, len(passed))
-
-
-def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
-    """Completions as rows that a person can read."""
-    rows: list[dict[str, Any]] = []
-    lengths = completions.sampled_lengths
-    for i, text in enumerate(completions.texts):
-        rows.append(
-            {
-                "prompt": completions.prompts.texts[i // completions.group_size],
-                "completion": text,
-                "answer": scores.answers[i],
-                "reward": float(scores.rewards[i]),
-                "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
-                "stop_reason": completions.stop_reasons[i],
-                "length": int(lengths[i]),
-                "policy_version": completions.policy_versions[i],
-                "tokens": completions.tokens[i].tolist(),
-            }
-        )
-        if completions.episodes:
-            rows[-1]["messages"] = completions.episodes[i].messages
-    return rows
-
-
-def run_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--run``, which ``config_of_run`` reads."""
-    text = "a run's folder, or <run>/checkpoints/<step>; may be gs://; instead of --config"
-    parser.add_argument("--run", metavar="DIR", type=given_path, help=text)
-
-
-def config_of_run(options: argparse.Namespace) -> str | None:
-    """The config file of ``--run``, or of ``--config``.
-
-    Raises:
-        ConfigError: both are given, or ``--run`` and ``init_from``; or there is no such run.
-    """
-    if options.run is None:
-        return options.config
-    if options.config is not None:
-        raise ConfigError(
-            f"given with --config {options.config}; a run has a configuration, keep one", "--run"
-        )
-    if any(word.partition("=")[0].strip() == "init_from" for word in options.overrides):
-        raise ConfigError("given with --run, which names the parameters; keep one", "init_from")
-    folder, _ = split_checkpoint(options.run, "--run")
-    if is_remote(folder):
-        text = Folder(folder).read("config.yaml")
-        if text is None:
-            raise ConfigError(f"{folder}/config.yaml: missing; a run writes it there", "--run")
-        folder = tempfile.mkdtemp(prefix="jaxrl-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        Path(folder, "config.yaml").write_bytes(text)
-    return f"{folder}/config.yaml"
+from jaxrl.host import distributed
+from jaxrl.host.failures import failing_together
+from jaxrl.record.progress import Progress
+from jaxrl.rewards.scorer import Scorer
+from jaxrl.run.agreement import agree_on_config
+from jaxrl.run.evaluation import config_of_run, evaluate, run_option, sample_rows
+from jaxrl.run.settings import parse
+from jaxrl.run.setup import assemble
+from jaxrl.store import strict_json
 
 
 def main(argv: Sequence[str]) -> int:

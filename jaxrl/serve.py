@@ -8,29 +8,24 @@ sample is the server's choice.
 
 from __future__ import annotations
 
-import argparse
-import math
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxrl import distributed
-from jaxrl.config import ConfigError, Parser, given_path, run_cli
+from jaxrl.config import ConfigError, run_cli
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.host import distributed
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, hf
-from jaxrl.models.config import DTYPES
-from jaxrl.rollout.config import Sampling, check_context, sampling_problems
+from jaxrl.rollout.config import Sampling, check_context
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.weights import make_refresh
-from jaxrl.sharding import MeshConfig, make_mesh
-
-PROTOCOLS = ("jetstream",)
+from jaxrl.run.serve import _arguments
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,62 +76,6 @@ def main(argv: Sequence[str]) -> int:
     stop.wait()
     server.stop()
     return 0
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m jaxrl.serve", description="Serve a Hugging Face folder.")
-    parser.add_argument("--protocol", choices=PROTOCOLS, required=True)
-    text = "Hugging Face folder or hub name"
-    parser.add_argument("--model", required=True, metavar="DIR", type=given_path, help=text)
-    text = "address to listen on; 127.0.0.1 (the default): this machine alone; 0.0.0.0 or ::: every interface"
-    parser.add_argument("--host", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=int, default=9000)
-    parser.add_argument("--slots", type=int, default=32, help="requests decoded at once")
-    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="most that a request may ask for")
-    parser.add_argument("--temperature", type=_number, default=0.0, help="0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0: off")
-    parser.add_argument("--top-p", type=_number, default=1.0, help="1: off")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share one copy of the model")
-    given = parser.parse_args(argv)
-    for name in ("slots", "max_prompt_tokens", "max_new_tokens", "tensor"):
-        if getattr(given, name) < 1:
-            raise ConfigError(f"{getattr(given, name)}: needs at least 1", f"--{name.replace('_', '-')}")
-    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-    if found := list(sampling_problems(sampling)):
-        raise ConfigError([(f"--{name.replace('_', '-')}", message) for name, message in found])
-    check_address(given.host, given.port)
-    return given
-
-
-def _number(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError
-    return value
-
-
-def check_address(host: str, port: int) -> None:
-    """See that a server can listen there, before a model is loaded for it.
-
-    Raises:
-        ConfigError: no such address, or the port is taken.
-    """
-    if not 1 <= port < 2**16:
-        raise ConfigError(f"{port}: needs a port from 1 to 65535", "--port")
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"{host!r} is no address of this machine ({error})", "--host") from error
-    with socket.socket(family, kind) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(address)
-            s.listen()
-        except OSError as error:
-            message = f"{port}: cannot listen there, on {host} ({error}); needs a free port"
-            raise ConfigError(message, "--port") from error
 
 
 if __name__ == "__main__":

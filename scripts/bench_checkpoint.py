@@ -39,7 +39,7 @@ def train_state(gb: float) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl.batch import TrainState
+    from jaxrl.types import TrainState
 
     count = max(1, round(gb * 1e9 / LEAF_BYTES / 3))
     rows = round(gb * 1e9 / 3 / count / 4 / 1024)
@@ -80,7 +80,7 @@ def plain(folder: Path, state: Any) -> tuple[float, float]:
 
 def save(run_dir: str, state: Any, config: Any) -> tuple[float, float]:
     """Seconds that ``save`` blocks, and until the checkpoint is complete."""
-    from jaxrl.checkpoint import Checkpoints
+    from jaxrl.store.checkpoint import Checkpoints
 
     with Checkpoints(run_dir, config) as checkpoints:
         step = (checkpoints.latest() or 0) + 1
@@ -95,8 +95,8 @@ def restore(run_dir: str, config: Any) -> dict[str, float]:
     """Seconds of a restore of the newest checkpoint, and the memory beyond the state (bytes)."""
     import jax
 
-    from jaxrl.batch import TrainState
-    from jaxrl.checkpoint import Checkpoints
+    from jaxrl.store.checkpoint import Checkpoints
+    from jaxrl.types import TrainState
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with Checkpoints(run_dir, config, read_only=True) as checkpoints:
@@ -156,8 +156,8 @@ def main() -> None:
     parser.add_argument("--restore", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jaxrl.checkpoint import CheckpointConfig
     from jaxrl.config import load
+    from jaxrl.store.checkpoint import CheckpointConfig
 
     overrides = [text.removeprefix("checkpoint.") for text in options.overrides]
     config, _ = load(CheckpointConfig, None, [*overrides, "keep_last=1"])

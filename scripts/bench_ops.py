@@ -34,10 +34,10 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl.compile.tpu import CHIPS, program_cost, topology_mesh
+from jaxrl.mesh.sharding import MeshConfig
 from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import token_log_probs
-from jaxrl.sharding import MeshConfig
-from jaxrl.tpu import CHIPS, program_cost, topology_mesh
 
 SIZES = {"qwen": (4096, 151936), "gemma": (5376, 262144)}
 """Width and vocabulary of Qwen3-8B and Gemma-3-27B."""
@@ -212,7 +212,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxrl.ops import token_log_probs_tpu as tpu, token_log_probs_tpu_kernels as kernels
 from jaxrl.ops.chip import chip_of
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
-from jaxrl.tpu import topology_mesh
+from jaxrl.compile.tpu import topology_mesh
 
 topology, width, kernel, steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 mesh = topology_mesh(topology)

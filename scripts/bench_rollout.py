@@ -30,13 +30,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl.batch import Prompts
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.rollout.weights import make_refresh
-from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.types import Prompts
 
 
 class NoText:
@@ -187,7 +187,7 @@ def ragged_against_static(model, mesh, params, repeats: int, slots: int = 16) ->
 def decode_bytes() -> dict[str, float]:
     """HBM bytes a decode step of a Qwen3-8B shape (4 layers) on v5e:4x4, in a dispatch of 1 and of 32 steps,
     as a share of weights and full cache read once. Below 1: some weights stay in VMEM from step to step."""
-    from jaxrl.tpu import CHIPS, program_cost, topology_mesh
+    from jaxrl.compile.tpu import CHIPS, program_cost, topology_mesh
 
     mesh = topology_mesh("v5e:4x4", MeshConfig(data=4, tensor=4))
     found = {}

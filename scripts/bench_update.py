@@ -34,13 +34,13 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.assembly import Assembly, assemble
 from jaxrl.config import from_dict
-from jaxrl.data.packing import Sequence, pack
 from jaxrl.learn.optimizer import Hyper
+from jaxrl.learn.packing import Sequence, pack
+from jaxrl.mesh.sharding import BATCH_AXES, put
 from jaxrl.models import ModelConfig
-from jaxrl.settings import RunConfig
-from jaxrl.sharding import BATCH_AXES, put
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import Assembly, assemble
 
 PROMPTS, GROUP, PROMPT, COMPLETION = 4, 4, 64, 128
 PEERS = {

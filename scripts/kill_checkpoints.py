@@ -45,8 +45,8 @@ def save_until_killed(run_dir: str, out: int, seed: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from jaxrl.batch import TrainState
-    from jaxrl.checkpoint import CheckpointConfig, Checkpoints
+    from jaxrl.store.checkpoint import CheckpointConfig, Checkpoints
+    from jaxrl.types import TrainState
 
     def tell(text: str) -> None:
         os.write(out, f"{text}\n".encode())
@@ -121,7 +121,7 @@ def main() -> None:
 
     import orbax.checkpoint  # noqa: F401  imported once, for all children
 
-    import jaxrl.checkpoint  # noqa: F401
+    import jaxrl.store.checkpoint  # noqa: F401
 
     with contextlib.ExitStack() as stack:
         if options.gcs:
@@ -151,8 +151,8 @@ def look(run_dir: str) -> tuple[list[int], int]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        from jaxrl.checkpoint import Checkpoints
-        from jaxrl.storage import Folder
+        from jaxrl.store.checkpoint import Checkpoints
+        from jaxrl.store.folders import Folder
 
         steps = Checkpoints.list_steps(run_dir)
         left = len((Folder(run_dir) / "checkpoints").names()) - len(steps)

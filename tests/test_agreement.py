@@ -5,13 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl import agreement, distributed
-from jaxrl.compilations import Recompiled
+from jaxrl.compile.compilations import Recompiled
 from jaxrl.config import ConfigError, RunError, UserCodeError, run_cli
-from jaxrl.data.packing import Sequence
-from jaxrl.preemption import check
-from jaxrl.settings import RunConfig
-from jaxrl.train import Diverged
+from jaxrl.host import distributed
+from jaxrl.host.preemption import check
+from jaxrl.learn.packing import Sequence
+from jaxrl.run import agreement
+from jaxrl.run.loop import Diverged
+from jaxrl.run.settings import RunConfig
 
 
 @pytest.fixture

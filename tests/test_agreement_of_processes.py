@@ -153,8 +153,8 @@ def test_one_meets_an_error_before_it_has_joined_the_other(folder):
 LOGGING = "import logging; logging.basicConfig(level=logging.INFO)"
 KILLED = """
 import os, signal, time
-from jaxrl import distributed
-from jaxrl.failures import failing_together
+from jaxrl.host import distributed
+from jaxrl.host.failures import failing_together
 
 distributed.start()
 with failing_together():
@@ -176,7 +176,7 @@ def test_the_survivor_names_a_killed_process():
 
 TALK = """
 import json, math
-from jaxrl import distributed
+from jaxrl.host import distributed
 
 distributed.start()
 own, keys = distributed.number(), set()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl import train
 from jaxrl.config import run_cli
-from jaxrl.settings import parse
+from jaxrl.run.settings import parse
 
 GOOD = """\
 name: tiny

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.batch import TrainState
-from jaxrl.checkpoint import CheckpointConfig, Checkpoints, SaveError, kept_steps
 from jaxrl.config import ConfigError, load
-from jaxrl.settings import RunConfig
-from jaxrl.storage import Folder
+from jaxrl.run.settings import RunConfig
+from jaxrl.store.checkpoint import CheckpointConfig, Checkpoints, SaveError, kept_steps
+from jaxrl.store.folders import Folder
+from jaxrl.types import TrainState
 
 
 def state(step, dtype=jnp.float32):

@@ -4,9 +4,12 @@ import socket
 
 import pytest
 
-from jaxrl import evaluate, export, report, serve, smoke, train
+from jaxrl import evaluate
+from jaxrl import plan as plan_command
 from jaxrl.config import run_cli
-from jaxrl.plan import __main__ as plan_command
+from jaxrl.record import report
+from jaxrl.run import export, serve, smoke
+from jaxrl.run import loop as train
 
 TINY = """\
 name: tiny
@@ -41,14 +44,14 @@ def nothing_is_loaded(monkeypatch):
         raise Loaded
 
     for place in (
-        "train.assemble",
+        "run.loop.assemble",
         "evaluate.assemble",
         "export.assemble",
         "smoke.check",
         "models.hf.resolve",
     ):
         monkeypatch.setattr(f"jaxrl.{place}", refuse)
-    monkeypatch.setattr("jaxrl.plan.__main__.compile_run", refuse)
+    monkeypatch.setattr("jaxrl.plan.compile_run", refuse)
 
 
 @pytest.fixture
@@ -280,7 +283,7 @@ def test_an_existing_folder_is_no_place_to_export_to(run, tmp_path, refused):
 
 def test_home_is_expanded_in_options_and_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("jaxrl.train.assemble", lambda config: (_ for _ in ()).throw(Loaded(config)))
+    monkeypatch.setattr("jaxrl.run.loop.assemble", lambda config: (_ for _ in ()).throw(Loaded(config)))
     (tmp_path / "base.yaml").write_text(TINY)
     (tmp_path / "mine.yaml").write_text("base: ~/base.yaml\noutput_dir: ~/runs\n")
     with pytest.raises(Loaded) as caught:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl import evaluate, export, train
-from jaxrl.checkpoint import Checkpoints
+from jaxrl import evaluate, export
 from jaxrl.config import load, run_cli
-from jaxrl.settings import RunConfig
+from jaxrl.run import loop as train
+from jaxrl.run.settings import RunConfig
+from jaxrl.store.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.slow
 

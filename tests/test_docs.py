@@ -6,14 +6,14 @@ import re
 import pytest
 
 from jaxrl.config import load, markdown
-from jaxrl.settings import RunConfig
+from jaxrl.run.settings import RunConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "configs").glob("*.gin"))
 
 
 def test_the_table_of_settings_is_current():
-    """When it is not: write ``jaxrl.config.markdown(jaxrl.settings.RunConfig)`` to docs/config.md."""
+    """When it is not: write ``jaxrl.config.markdown(jaxrl.run.settings.RunConfig)`` to docs/config.md."""
     assert (ROOT / "docs" / "config.md").read_text().strip() == markdown(RunConfig).strip()
 
 

@@ -6,10 +6,10 @@ import jax
 import pytest
 import tokenizers
 
-from jaxrl.assembly import assemble
 from jaxrl.config import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.settings import parse
+from jaxrl.run.settings import parse
+from jaxrl.run.setup import assemble
 
 THINK = ["<think>", "</think>"]
 TAGS = "rewards.terms=[{name: format, args: {tags: [think]}}]"

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl import executables, train
-from jaxrl.compilations import Recompiled
+from jaxrl import train
+from jaxrl.compile import executables
+from jaxrl.compile.compilations import Recompiled
+from jaxrl.compile.executables import Store, lower, prepare
+from jaxrl.compile.programs import Program
 from jaxrl.config import load
-from jaxrl.executables import Store, lower, prepare
-from jaxrl.programs import Program
-from jaxrl.settings import RunConfig
-from jaxrl.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.run import loop
+from jaxrl.run.settings import RunConfig
 
 CONFIG = """
 steps: 3
@@ -182,19 +184,19 @@ def test_a_run_with_loaded_executables_is_the_same_bit_for_bit(configure, tmp_pa
     """And with metrics.compilations: error, a plain run with checkpoints and evaluations ends well."""
     caplog.set_level(logging.INFO, "jaxrl")
     plain = configure("name=plain")
-    train.run(plain)
-    train.run(configure("name=first", f"executables={tmp_path}/store"))
+    loop.run(plain)
+    loop.run(configure("name=first", f"executables={tmp_path}/store"))
     told = [m for m in caplog.messages if ": compiled in" in m]
     assert {m.partition(":")[0] for m in told} >= {"update", "score", "refresh", "prefill/1", "new_state"}
     caplog.clear()
 
     names = []
-    real = train.loop
+    real = loop.loop
     monkeypatch.setattr(
         train, "loop", lambda *args: names.append(compiled_names(lambda: real(*args))) or (3, False)
     )
     loaded = configure("name=loaded", f"executables={tmp_path}/store")
-    train.run(loaded)
+    loop.run(loaded)
     assert len([m for m in caplog.messages if ": loaded from" in m]) == len(told)
     assert not [m for m in caplog.messages if ": compiled in" in m]
     ours = (
@@ -216,8 +218,8 @@ def test_a_run_with_loaded_executables_is_the_same_bit_for_bit(configure, tmp_pa
 def test_a_compilation_after_the_first_step_is_an_error_when_asked_for(configure, tmp_path):
     given = ["eval.every=8", f"rewards.terms.0.name={tmp_path}/rewards.py:growing", "checkpoint.every=0"]
     with pytest.raises(Recompiled, match=r"step 2 compiled 1 program.*jit\(<lambda>\) of float32\[42\]"):
-        train.run(configure("name=strict", *given))
+        loop.run(configure("name=strict", *given))
     counting = configure("name=counting", *given, "metrics.compilations=count")
-    assert train.run(counting) == 0
+    assert loop.run(counting) == 0
     lines = [json.loads(line) for line in (counting.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["compile/count"] for line in lines if "compile/count" in line][1:] == [1, 1]

@@ -8,11 +8,11 @@ import jax
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from jaxrl import hub
-from jaxrl.assembly import assemble
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.export import save_tokenizer
-from jaxrl.settings import parse
+from jaxrl.run.export import save_tokenizer
+from jaxrl.run.settings import parse
+from jaxrl.run.setup import assemble
+from jaxrl.store import hub
 
 # Two variables, today's date, and an end of turn that the fixture's generation config does not list.
 TEMPLATE = (

@@ -7,17 +7,17 @@ import re
 
 import pytest
 
-from jaxrl import shrink, train
+from jaxrl.compile.tpu import compiler_missing, num_devices
 from jaxrl.config import load, run_cli
 from jaxrl.data.pipeline import load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import ModelConfig
 from jaxrl.models.families import SCRATCH_KEYS
 from jaxrl.models.shapes import known
-from jaxrl.plan.__main__ import main as plan
+from jaxrl.plan import main as plan
 from jaxrl.rewards.pool import RewardPool
-from jaxrl.settings import RunConfig
-from jaxrl.tpu import compiler_missing, num_devices
+from jaxrl.run import loop, shrink
+from jaxrl.run.settings import RunConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 FAMILIES = {
@@ -121,7 +121,7 @@ def test_a_small_one_trains(name, fixtures, tmp_path):
     rows = shrink.Rows(train=16, held_out=4, longest_tokens=config.data.max_prompt_tokens)
     small = shrink.small_run(config, model, tmp_path, rows)
     small = dataclasses.replace(small, steps=1, checkpoint=dataclasses.replace(small.checkpoint, every=0))
-    assert train.run(small) == 0
+    assert loop.run(small) == 0
     lines = [json.loads(line) for line in (small.run_dir / "metrics.jsonl").read_text().splitlines()]
     (last,) = [line for line in lines if line.get("step") == 1 and "optim/grad_norm" in line]
     assert last["optim/skipped"] == 0 and {"eval/pass_at_1", "reward/math_answer", "reward/format"} <= set(

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxrl.compilations import CompilationCounter
+from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.config import ConfigError
-from jaxrl.metrics import (
+from jaxrl.record.metrics import (
     MetricsConfig,
     MetricsWriter,
     PhaseTimer,
@@ -30,7 +30,7 @@ from jaxrl.metrics import (
     memory_metrics,
     sample_files,
 )
-from jaxrl.prometheus import PrometheusEndpoint
+from jaxrl.record.prometheus import PrometheusEndpoint
 
 PLAIN = MetricsConfig(tensorboard=False)
 
@@ -373,7 +373,7 @@ def test_no_profile_unless_asked(tmp_path):
 
 def test_importing_the_config_is_light():
     code = (
-        "import sys, jaxrl.metrics, jaxrl.progress, jaxrl.report;"
+        "import sys, jaxrl.record.metrics, jaxrl.record.progress, jaxrl.record.report;"
         "heavy = ('matplotlib', 'tensorboardX', 'rich', 'wandb', 'orbax', 'transformers');"
         "print([m for m in heavy if m in sys.modules])"
     )

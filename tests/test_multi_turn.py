@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import stages, train
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import loss_weights, policy_loss, token_local
-from jaxrl.assembly import assemble
-from jaxrl.batch import Episode, Prompts, Rollouts, Row
+from jaxrl import train
 from jaxrl.config import ConfigError, from_dict, run_cli
-from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.learn.losses import loss_weights, policy_loss, token_local
+from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.recipes import stages
+from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rewards.pool import Scores
-from jaxrl.settings import RunConfig
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import assemble
+from jaxrl.types import Episode, Prompts, Rollouts, Row
 
 ROOT = Path(__file__).parent.parent
 TINY = {

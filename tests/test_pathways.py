@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import pathways
-from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, load
-from jaxrl.settings import RunConfig
+from jaxrl.host import pathways
+from jaxrl.run.settings import RunConfig
+from jaxrl.store.checkpoint import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = """
@@ -97,6 +97,7 @@ profiling.plugin_executable.PluginExecutable = PluginExecutable
 # This process's own part of the trace would go to the bucket too, past the emulator.
 profiling._original_start_trace = profiling._original_stop_trace = lambda *_, **__: None
 helper.write_arrays, helper.read_arrays = write_arrays, read_arrays
+
 
 from jaxrl import train
 from jaxrl.config import run_cli

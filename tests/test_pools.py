@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.settings import RunConfig, parse
+from jaxrl.run.settings import RunConfig, parse
 
 BASE = [
     "steps=1",

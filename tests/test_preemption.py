@@ -14,9 +14,12 @@ import threading
 import jax
 import pytest
 
-from jaxrl import preemption, stages, train
-from jaxrl.checkpoint import Checkpoints
+from jaxrl import train
 from jaxrl.config import ConfigError, run_cli
+from jaxrl.host import preemption
+from jaxrl.recipes import stages
+from jaxrl.run import loop
+from jaxrl.store.checkpoint import Checkpoints
 
 # Settings and helpers of the tiny run, shared with the tests of the loop.
 _spec = importlib.util.spec_from_file_location(
@@ -60,7 +63,7 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
     where, call, last = PHASES[phase]
     if not STRAIGHT:
         straight = configure("name=straight", *EVERYTHING)
-        assert train.run(straight) == 0
+        assert loop.run(straight) == 0
         STRAIGHT.extend([metrics_of(straight), arrays_of(straight, 3)])
     metrics, arrays = STRAIGHT
     config = configure("name=parts", "resume=auto", *EVERYTHING)
@@ -76,14 +79,14 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
 
         return wrapped
 
-    owner = {"_report": stages, "score": stages, "save": Checkpoints}.get(where, train)
+    owner = {"_report": stages, "score": stages, "save": Checkpoints}.get(where, loop)
     with monkeypatch.context() as patch:
         if where == "refresh":
             check = stopping(preemption.check)
-            patch.setattr(train, "check", check)
+            patch.setattr(loop, "check", check)
         else:
             patch.setattr(owner, where, stopping(getattr(owner, where)))
-        assert train.run(config, stop) == train.INTERRUPTED
+        assert loop.run(config, stop) == loop.INTERRUPTED
     assert Checkpoints.list_steps(config.run_dir)[-1] == last
     text = (config.run_dir / "metrics.jsonl").read_text()
     (event,) = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line]
@@ -91,7 +94,7 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
     if phase == "the scoring":
         assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
 
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert metrics_of(config) == metrics
     assert_same_bits(arrays_of(config, 3), arrays)
     record = json.loads((config.run_dir / "checkpoints" / "2" / "complete.json").read_text())
@@ -106,13 +109,13 @@ def test_what_is_thrown_away_is_said(configure, caplog):
             return "step_000001" in str(list((config.run_dir / "samples").glob("*")))
 
     with caplog.at_level("WARNING"):
-        assert train.run(config, Late()) == train.INTERRUPTED
+        assert loop.run(config, Late()) == loop.INTERRUPTED
     assert "16 samples" in caplog.text and "sampled again, the very same" in caplog.text
 
 
 BUSY = """
 import hashlib, sys, threading
-from jaxrl.preemption import INTERRUPTED, stop_on_signal
+from jaxrl.host.preemption import INTERRUPTED, stop_on_signal
 
 with stop_on_signal(float(sys.argv[1])) as stop:
     print("ready", flush=True)
@@ -153,7 +156,7 @@ def test_another_mesh_continues_the_run(configure, monkeypatch):
     """Parameters and moments are those that were saved, and the next step is equal to 1e-5."""
     common = ["steps=2", "checkpoint.every=1", "batch.micro_batch_tokens=128", "optim.eps=1e-2"]
     saved = configure("name=saved", "mesh={data: 1, fsdp: 2, tensor: 4}", *common)
-    assert train.run(saved) == 0
+    assert loop.run(saved) == 0
     first, second = arrays_of(saved, 1), arrays_of(saved, 2)
     devices = jax.devices()
     for name, mesh in {
@@ -167,7 +170,7 @@ def test_another_mesh_continues_the_run(configure, monkeypatch):
         count = {"one": 1, "four": 4, "eight": 8}[name]
         with monkeypatch.context() as patch:
             patch.setattr(jax, "devices", lambda *_, count=count: devices[:count])
-            assert train.run(moved) == 0
+            assert loop.run(moved) == 0
         assert_same_bits(arrays_of(moved, 1), first)
         for x, y in zip(jax.tree.leaves(arrays_of(moved, 2)), jax.tree.leaves(second), strict=True):
             assert abs(x.astype(float) - y.astype(float)).max(initial=0) < 1e-5
@@ -176,12 +179,12 @@ def test_another_mesh_continues_the_run(configure, monkeypatch):
 
 def test_changed_settings_follow_the_rules(configure, caplog):
     config = configure("steps=1", "resume=auto")
-    train.run(config)
+    loop.run(config)
 
     def again(*overrides):
         caplog.clear()
         with caplog.at_level("INFO"):
-            return train.run(configure("steps=2", "resume=auto", *overrides))
+            return loop.run(configure("steps=2", "resume=auto", *overrides))
 
     for override, message in [
         ("optim.moment_dtype=bfloat16", r"is float32, this run's is bfloat16.*init_from"),
@@ -221,17 +224,17 @@ def test_checkpoints_elsewhere_bring_the_whole_run_back(configure, request, tmp_
     there = f"{tmp_path}/there" if place == "folder" else f"gs://bucket/{request.getfixturevalue('gcs')}"
     bucket = f"checkpoint.output_dir={there}"
     straight = configure("name=straight", "steps=3")
-    train.run(straight)
+    loop.run(straight)
     config = configure("name=run", "steps=2", "resume=auto", "checkpoint.every=1", bucket)
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert Checkpoints.list_steps(config.checkpoint_run) == [1, 2]
     assert not (config.run_dir / "checkpoints").exists()
     with pytest.raises(ConfigError, match="resume"):
-        train.run(configure("name=run", "steps=3", bucket))
+        loop.run(configure("name=run", "steps=3", bucket))
     shutil.rmtree(config.run_dir)
-    assert train.run(configure("name=run", "steps=3", "resume=must", "checkpoint.every=1", bucket)) == 0
+    assert loop.run(configure("name=run", "steps=3", "resume=must", "checkpoint.every=1", bucket)) == 0
     assert metrics_of(config) == metrics_of(straight)
     with Checkpoints(config.checkpoint_run, read_only=True) as checkpoints:
         assert_same_bits(checkpoints.raw(3), arrays_of(straight, 3))
-    assert train.run(configure("name=run", "steps=1", "resume=never", bucket)) == 0
+    assert loop.run(configure("name=run", "steps=1", "resume=never", bucket)) == 0
     assert Checkpoints.list_steps(config.checkpoint_run) == [1]

@@ -6,18 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import train
-from jaxrl.assembly import Assembly, assemble
+from jaxrl.compile.programs import engine_programs, loop_programs, reward_programs
 from jaxrl.config import load
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from jaxrl.models.reward_head import reward_head
-from jaxrl.programs import engine_programs, loop_programs, reward_programs
 from jaxrl.rewards import model as reward
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.weights import make_refresh
-from jaxrl.settings import RunConfig
-from jaxrl.sharding import MeshConfig, make_mesh
+from jaxrl.run import loop
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import Assembly, assemble
 
 MODEL = """
 steps: 2
@@ -107,7 +107,7 @@ def test_lowered_programs_are_those_that_training_runs(overrides, tmp_path, monk
         return programs
 
     monkeypatch.setattr(Assembly, "programs", recording)
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert len({p.name for p in expected}) == len(expected)
     # Old and reference log-probs are one program with other weights.
     assert sorted(set(recorded)) == sorted(set(texts_of(expected)))

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from jaxrl import progress as progress_module
-from jaxrl.progress import Progress, short
+from jaxrl.record import progress as progress_module
+from jaxrl.record.progress import Progress, short
 
 METRICS = {
     "reward/mean": 0.4321,

@@ -7,12 +7,12 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.batch import TrainState
-from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import load
-from jaxrl.metrics import MetricsWriter
-from jaxrl.resume import keep_records, open_run_dir
-from jaxrl.settings import RunConfig
+from jaxrl.record.metrics import MetricsWriter
+from jaxrl.run.resume import keep_records, open_run_dir
+from jaxrl.run.settings import RunConfig
+from jaxrl.store.checkpoint import Checkpoints
+from jaxrl.types import TrainState
 
 GIVEN = [
     "name=run",
@@ -112,6 +112,6 @@ def test_metrics_that_cannot_be_copied_are_a_warning(config, there, caplog, monk
         def full(*_):
             raise OSError("No space left on device")
 
-        monkeypatch.setattr("jaxrl.storage.Folder.write", full)
+        monkeypatch.setattr("jaxrl.store.folders.Folder.write", full)
         keep_records(config(), checkpoints)
     assert "metrics.jsonl could not be copied" in caplog.text and "No space left" in caplog.text

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.checkpoint import Checkpoints
+from jaxrl.store.checkpoint import Checkpoints
 
 CONFIG = """
 steps: 2
@@ -126,12 +126,13 @@ def test_two_processes_agree_with_one(folder, adam):
 
 WITHOUT_OUR_HANDLER = """
 import sys
-from jaxrl import distributed, train
-from jaxrl.settings import parse
+from jaxrl.host import distributed
+from jaxrl.run import loop
+from jaxrl.run.settings import parse
 
 config, _ = parse(sys.argv[1:], prog="mine", description="")
 distributed.start()
-sys.exit(train.run(config))
+sys.exit(loop.run(config))
 """
 
 

@@ -11,11 +11,12 @@ import tempfile
 import jax
 import pytest
 
-from jaxrl import shrink, smoke
+from jaxrl import smoke
 from jaxrl.config import run_cli
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.mesh.sharding import MeshConfig
 from jaxrl.models import Model, hf
-from jaxrl.sharding import MeshConfig
+from jaxrl.run import shrink
 
 ROOT = pathlib.Path(__file__).parents[1]
 FAMILIES = ("llama", "qwen2", "qwen3_moe", "gemma2", "gemma3_text", "mixtral", "olmoe")

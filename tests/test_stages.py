@@ -8,14 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import evaluate, stages
-from jaxrl.algorithms.kl import estimate
-from jaxrl.assembly import assemble
-from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import from_dict
-from jaxrl.data.packing import Sequence
+from jaxrl.learn.kl import estimate
+from jaxrl.learn.packing import Sequence
+from jaxrl.recipes import stages
 from jaxrl.rewards.pool import Scores
-from jaxrl.settings import RunConfig
+from jaxrl.run import evaluation
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import assemble
+from jaxrl.types import Prompts, Rollouts
 
 NAN = float("nan")
 
@@ -55,7 +56,7 @@ def both(task, answers=None, group=2, name="arithmetic"):
     settings, found = config(group, [name]), rollouts(len(task) // group, group)
     scores = Scores(task, {name: task}, {}, answers or [None] * len(task))
     training = stages.rollout_metrics(settings, stages.Collected(found, scores, {}))
-    return evaluate.metrics(settings, found, scores), training
+    return evaluation.metrics(settings, found, scores), training
 
 
 def test_what_abstained_is_as_if_it_had_not_been_sampled():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.strict_json import dumps, plain
+from jaxrl.store.strict_json import dumps, plain
 
 
 def test_what_is_not_finite_is_null_at_every_depth():

@@ -1,4 +1,4 @@
-"""The loop from the outside: ``jaxrl.train.run`` on a tiny model from scratch."""
+"""The loop from the outside: ``jaxrl.run.loop.run`` on a tiny model from scratch."""
 
 import datetime
 import functools
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl import train
-from jaxrl.assembly import assemble
-from jaxrl.checkpoint import Checkpoints
 from jaxrl.config import ConfigError, UserCodeError, load, to_yaml
-from jaxrl.settings import RunConfig
+from jaxrl.run import loop
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import assemble
+from jaxrl.store.checkpoint import Checkpoints
 
 TINY = """
 steps: 4
@@ -137,7 +137,7 @@ def test_a_report_that_cannot_be_written_costs_no_run(configure, caplog, capsys)
     """Its place is taken; as with a full disk, or drawing that is broken."""
     config = configure("steps=1")
     (config.run_dir / "report.html.tmp").mkdir(parents=True)
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert "the report could not be written: IsADirectoryError" in caplog.text
     assert "report:" not in capsys.readouterr().out
     assert Checkpoints.list_steps(config.run_dir) == [1]
@@ -150,13 +150,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
     if overrides is None:
         configure, overrides = configure.supervised, ["data.workers=2"]
     straight = configure("name=straight", *overrides)
-    assert train.run(straight) == 0
+    assert loop.run(straight) == 0
     parts = configure("name=parts", "resume=auto", *overrides)
 
     stop = StopAtStep(parts, 2)
-    assert train.run(parts, stop) == train.INTERRUPTED
+    assert loop.run(parts, stop) == loop.INTERRUPTED
     assert metrics_of(parts)[-1]["step"] == 2
-    assert train.run(parts) == 0
+    assert loop.run(parts) == 0
 
     steps = [m["step"] for m in metrics_of(straight)]
     last = steps[-1]
@@ -182,11 +182,11 @@ def test_a_run_resumed_on_another_day_renders_the_first_days_prompts(configure, 
         def today(cls):
             return datetime.date.fromisoformat(cls.day_of_run)
 
-    monkeypatch.setattr("jaxrl.assembly.datetime.date", Today)
+    monkeypatch.setattr("jaxrl.run.setup.datetime.date", Today)
     config = configure("name=dated", "resume=auto", "metrics.samples_per_step=4", *dated)
-    assert train.run(config, StopAtStep(config, 2)) == train.INTERRUPTED
+    assert loop.run(config, StopAtStep(config, 2)) == loop.INTERRUPTED
     Today.day_of_run = "2026-04-01"
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     rows = [
         json.loads(line) for path in sorted((config.run_dir / "samples").iterdir()) for line in path.open()
     ]
@@ -213,7 +213,7 @@ def test_the_run_folder_tells_the_whole_story(configure):
     config = configure(
         "eval.every=2", "eval.at_start=true", "eval.limit=3", "eval.samples=2", "eval.temperature=1.0"
     )
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     logged = metrics_of(config)
     assert [m["step"] for m in logged] == [0, 1, 2, 3, 4]
     assert [("eval/pass_at_1" in m) for m in logged] == [True, False, True, False, True]
@@ -233,7 +233,7 @@ def test_the_run_folder_tells_the_whole_story(configure):
 def test_steady_state_compiles_nothing_and_leaks_nothing(configure):
     """Contracts 6 and 7."""
     config = configure("steps=8", "eval.every=2", "eval.limit=3", "checkpoint.every=0")
-    train.run(config)
+    loop.run(config)
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     logged = [m for m in lines if "event" not in m]
     assert [m["compile/count"] for m in logged[3:]] == [0] * 5
@@ -253,9 +253,9 @@ def test_the_mesh_does_not_change_the_run(configure, mesh, adam):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: first)
         one = configure("name=one", *common)
-        train.run(one)
+        loop.run(one)
     many = configure("name=many", f"mesh={mesh}", *common)
-    train.run(many)
+    loop.run(many)
     for a, b in zip(metrics_of(one), metrics_of(many), strict=True):
         assert a["reward/mean"] == b["reward/mean"] and a["rollout/length_mean"] == b["rollout/length_mean"]
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
@@ -274,14 +274,14 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(configure):
             f"batch.micro_batch_tokens={tokens}",
             f"batch.row_tokens={row}",
         )
-        train.run(config)
+        loop.run(config)
         norms.append(metrics_of(config)[0]["optim/grad_norm"])
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
 
 
 def test_an_update_without_any_judged_sample_changes_nothing(configure):
     config = configure("steps=2", "rewards.terms.0.name=PLACE/rewards.py:never", "checkpoint.every=1")
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert [m["optim/skipped"] for m in metrics_of(config)] == [1, 1]
     assert [m["rollout/policy_version"] for m in metrics_of(config)] == [0, 0]
     assert_same_bits(arrays_of(config, 1)["params"], arrays_of(config, 2)["params"])
@@ -298,7 +298,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_samples_than_minibatches(confi
         "algo.kl_coef=0.1",
         "metrics.compilations=error",
     )
-    assert train.run(config) == 0
+    assert loop.run(config) == 0
     assert [m["optim/skipped"] for m in metrics_of(config)] == [0, 0]
     assert arrays_of(config, 2)["optimizer"]["updates"] == 8 + 4
 
@@ -309,28 +309,28 @@ def test_gradients_that_are_not_finite_end_the_run(configure):
     config = configure(
         "optim.learning_rate=1e30", "optim.max_grad_norm=null", "algo.max_consecutive_skipped=2", "steps=9"
     )
-    with pytest.raises(train.Diverged, match="2 updates in a row"):
-        train.run(config)
+    with pytest.raises(loop.Diverged, match="2 updates in a row"):
+        loop.run(config)
     assert [m["optim/skipped"] for m in metrics_of(config)][-2:] == [1, 1]
 
 
 def test_a_used_folder_is_refused_unless_told(configure):
     config = configure("steps=2")
-    train.run(config)
+    loop.run(config)
     with pytest.raises(ConfigError, match="resume"):
-        train.run(config)
-    assert train.run(configure("steps=2", "resume=never")) == 0
+        loop.run(config)
+    assert loop.run(configure("steps=2", "resume=never")) == 0
     assert (config.run_dir / "checkpoints.old1").is_dir()
     with pytest.raises(ConfigError, match="must"):
-        train.run(configure("name=new", "resume=must"))
+        loop.run(configure("name=new", "resume=must"))
 
 
 def test_another_run_starts_from_its_parameters(configure):
-    train.run(configure("name=first", "steps=2"))
+    loop.run(configure("name=first", "steps=2"))
     second = configure(
         "name=second", "steps=2", "init_from=PLACE/runs/first/checkpoints/2", "optim.learning_rate=1e-30"
     )
-    train.run(second)
+    loop.run(second)
     assert_same_bits(arrays_of(configure("name=first"), 2)["params"], arrays_of(second, 2)["params"])
 
 
@@ -338,18 +338,18 @@ def test_another_run_starts_from_its_parameters(configure):
 def test_the_reference_stays_what_init_from_stood_for_when_the_run_began(configure):
     """The other run trains on in between; a resumed run is the uninterrupted one all the same."""
     other = functools.partial(configure, "name=other", "resume=auto", "checkpoint.every=1")
-    train.run(other("steps=1"))
+    loop.run(other("steps=1"))
     kl = ["init_from=PLACE/runs/other", "algo.kl_coef=0.5", "checkpoint.every=1"]
     straight = configure("name=straight", "steps=3", *kl)
-    train.run(straight)
+    loop.run(straight)
     parts = functools.partial(configure, "name=parts", "resume=auto", *kl)
-    train.run(parts("steps=2"))
-    train.run(other("steps=2"))
-    train.run(parts("steps=3"))
+    loop.run(parts("steps=2"))
+    loop.run(other("steps=2"))
+    loop.run(parts("steps=3"))
     assert [m["algo/kl"] for m in metrics_of(parts())] == [m["algo/kl"] for m in metrics_of(straight)]
     shutil.rmtree(other().run_dir / "checkpoints" / "1")
     with pytest.raises(ConfigError, match="other/checkpoints: no complete checkpoint of step 1; there are"):
-        train.run(parts("steps=4"))
+        loop.run(parts("steps=4"))
 
 
 def test_dynamic_sampling_refills_up_to_its_cap(configure):
@@ -359,7 +359,7 @@ def test_dynamic_sampling_refills_up_to_its_cap(configure):
         "algo.dynamic_sampling_rounds=2",
         "steps=1",
     )
-    train.run(config)
+    loop.run(config)
     logged = metrics_of(config)[0]
     assert (logged["algo/sampled_groups"], logged["algo/kept_groups"]) == (12, 0)
     assert logged["optim/skipped"] == 1
@@ -379,7 +379,7 @@ def test_data_that_ends_early_is_evaluated_and_saved(configure, caplog):
         "optim.schedule=cosine",
     )
     with caplog.at_level("WARNING", "jaxrl"):
-        assert train.run(config) == 0
+        assert loop.run(config) == 0
     logged = metrics_of(config)
     assert [line["step"] for line in logged] == [1, 2]
     assert logged[0]["algo/sampled_groups"] == 8 and logged[1]["algo/sampled_groups"] == 2
@@ -395,7 +395,7 @@ def test_a_finite_number_of_epochs_is_the_length_of_the_schedule(configure, capl
         "data.epochs=1", "steps=null", "checkpoint.every=0", "optim.schedule=linear", "optim.final_fraction=0"
     )
     with caplog.at_level("WARNING", "jaxrl"):
-        train.run(config)
+        loop.run(config)
     rates = [line["optim/learning_rate"] for line in metrics_of(config)]
     np.testing.assert_allclose(rates, [1e-2, 5e-3, 0.0], rtol=1e-6)  # from the peak to the end in 3 steps
     assert Checkpoints.list_steps(config.run_dir) == [3] and "ended" not in caplog.text
@@ -404,11 +404,11 @@ def test_a_finite_number_of_epochs_is_the_length_of_the_schedule(configure, capl
 def test_what_does_not_fit_the_models_context_is_refused_by_name(configure):
     context = "model.scratch.max_position_embeddings=8"
     with pytest.raises(ConfigError, match=r"6 \+ max_new_tokens 6 = 12 tokens, but the model's context is 8"):
-        train.run(configure(context))
+        loop.run(configure(context))
     with pytest.raises(ConfigError, match=r"max_position_embeddings: all 10 rows"):
-        train.run(configure.supervised("model.scratch.max_position_embeddings=4", "steps=1"))
+        loop.run(configure.supervised("model.scratch.max_position_embeddings=4", "steps=1"))
     with pytest.raises(ConfigError, match=r"overlong: row 0 has \d+ tokens.*max_position_embeddings 4"):
-        train.run(configure.supervised("model.scratch.max_position_embeddings=4", "data.overlong=error"))
+        loop.run(configure.supervised("model.scratch.max_position_embeddings=4", "data.overlong=error"))
 
 
 def test_quantised_weights_are_refused_before_the_data_is_read(fixtures, tmp_path, monkeypatch):
@@ -421,21 +421,21 @@ def test_quantised_weights_are_refused_before_the_data_is_read(fixtures, tmp_pat
         None,
         [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algo.name=sft", "steps=1"],
     )[0]
-    monkeypatch.setattr(train, "open_data", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(loop, "open_data", lambda *_: pytest.fail("the data was read"))
     with pytest.raises(ConfigError, match=rf"'{name}' in model.safetensors is I8"):
-        train.run(config)
+        loop.run(config)
 
 
 def test_errors_of_user_code_are_the_users(configure):
     config = configure("rewards.terms.0.name=PLACE/rewards.py:broken", "rewards.on_error=stop")
     with pytest.raises(UserCodeError, match="my own mistake"):
-        train.run(config)
+        loop.run(config)
 
 
 def test_ignore_eos_samples_to_the_limit(configure):
     def lengths(*overrides):
         config = configure("steps=1", *overrides)
-        train.run(config)
+        loop.run(config)
         rows = (config.run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
         return {(row["length"], row["stop_reason"]) for row in map(json.loads, rows)}
 
@@ -468,10 +468,10 @@ def test_sigterm_saves_and_the_command_continues(configure, tmp_path):
 
 def test_moments_in_host_memory_change_nothing(configure, adam):
     """Nor does a restart from a checkpoint of them."""
-    train.run(configure("name=device", "optim.eps=1e-2"))
+    loop.run(configure("name=device", "optim.eps=1e-2"))
     host = ["name=host", "optim.eps=1e-2", "optim.state_memory=pinned_host"]
-    train.run(configure(*host, "steps=2"))
-    train.run(configure(*host, "resume=must"))
+    loop.run(configure(*host, "steps=2"))
+    loop.run(configure(*host, "resume=must"))
     a, b = (arrays_of(configure(f"name={name}"), 4) for name in ("host", "device"))
     for item, change in (("params", adam.bound(4)), ("optimizer", adam.gradient)):
         for (path, x), y in zip(jax.tree.leaves_with_path(a[item]), jax.tree.leaves(b[item]), strict=True):

@@ -13,14 +13,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import finish_metrics
-from jaxrl.algorithms.presets import PRESETS
-from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.learn.learner import Learner
+from jaxrl.learn.losses import finish_metrics
 from jaxrl.learn.optimizer import Hyper, OptimConfig
+from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
 from jaxrl.models import Model, hf
-from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.presets import PRESETS
 
 CHECKPOINTS = Path(__file__).parent / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from jaxrl.config import from_dict
-from jaxrl.settings import RunConfig
-from jaxrl.watch import STEPS, Watch, warn_at_start
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.watch import STEPS, Watch, warn_at_start
 
 
 def config(**sections):

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+from jaxrl.compile.tpu import TOPOLOGIES
 from jaxrl.config import ConfigError, run_cli
-from jaxrl.tpu import TOPOLOGIES
 
 TEMPLATES = Path(__file__).parent / "manifests"
 CONTAINER = "jaxrl"
@@ -147,7 +147,7 @@ class Slices:
 
     @classmethod
     def parse(cls, text: str) -> Slices:
-        """From ``v5e:4x4`` or ``2*v5e:4x4``, as ``jaxrl.plan`` names them.
+        """From ``v5e:4x4`` or ``2*v5e:4x4``, as ``jaxrl.planner`` names them.
 
         Raises:
             ConfigError: GKE has no such slice.

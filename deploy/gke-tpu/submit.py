@@ -21,9 +21,9 @@ from typing import Any
 import manifests as gke
 import yaml
 
-from jaxrl import settings
 from jaxrl.config import ConfigError, run_cli, to_yaml, word_or_config
-from jaxrl.metrics import MetricsConfig
+from jaxrl.record.metrics import MetricsConfig
+from jaxrl.run import settings
 
 HERE = Path(__file__).parent
 VIAS = {

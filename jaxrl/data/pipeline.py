@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.batch import Prompts
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Prompt, Renderer, TrainingRow
 from jaxrl.data.config import DataConfig
 from jaxrl.data.sources import Rows, open_source
 from jaxrl.data.stream import Stream
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.types import Prompts
 
 logger = logging.getLogger("jaxrl")
 

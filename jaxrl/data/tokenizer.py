@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.data.template_limits import limit
+from jaxrl.store import hub
 
 BUILTIN = "builtin:chars"
 Message = Mapping[str, Any]

@@ -128,7 +128,7 @@ def load(name: str, args: Mapping[str, Any]) -> Environment:
 
 
 def make(setup: tuple[str, dict[str, Any]]) -> Any:
-    """For ``jaxrl/workers.py``: a ``Call`` is answered with its ``Outcome``."""
+    """For ``jaxrl/workers/local.py``: a ``Call`` is answered with its ``Outcome``."""
     environment = load(*setup)
 
     def serve(call: Call) -> Iterator[dict[str, Any]]:

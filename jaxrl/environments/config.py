@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl.config import ConfigError, factory, setting
-from jaxrl.pools import PoolConfig
+from jaxrl.workers.pools import PoolConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Literal
 from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.environments import calls
 from jaxrl.environments.config import EnvironmentConfig
-from jaxrl.pools import open_workers
+from jaxrl.workers.pools import open_workers
 
 log = logging.getLogger("jaxrl")
 

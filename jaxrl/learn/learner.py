@@ -20,16 +20,15 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms import losses
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import Metric, TrainBatch, TrainState
-from jaxrl.learn import optimizer
+from jaxrl.learn import losses, optimizer
 from jaxrl.learn.optimizer import Hyper, float32
+from jaxrl.mesh.sharding import BATCH_AXES, named
 from jaxrl.models import Model
 from jaxrl.models.layout import take
 from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import Implementation, token_log_probs
-from jaxrl.sharding import BATCH_AXES, named
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.types import Metric, TrainBatch, TrainState
 
 Tree = Any
 """Nested dict of arrays."""

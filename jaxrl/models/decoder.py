@@ -16,13 +16,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl.batch import AttentionLayout
 from jaxrl.models import rope
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.layers import AFTER_ATTENTION, Cache, Context, Layer, RMSNorm, embed, param
 from jaxrl.models.moe import largest_load, router_loss
 from jaxrl.ops.attention import SAVED, Implementation
 from jaxrl.ops.decode_attention import Pages
+from jaxrl.types import AttentionLayout
 
 STACKED = "blocks"
 """Name of the subtree whose arrays have a leading axis R."""

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl import hub
 from jaxrl.config import ConfigError
 from jaxrl.models.checkpoint_files import TensorFiles, write_tensors
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model, Params
 from jaxrl.models.tensors import Tensor, tensors
+from jaxrl.store import hub
 
 log = logging.getLogger("jaxrl")
 

@@ -1,6 +1,6 @@
 """The parts of a decoder layer, as flax.nnx modules: norm, attention, MLP, and the layer itself.
 
-A parameter carries the logical names of its axes (``out_sharding``), which ``jaxrl.sharding`` turns into
+A parameter carries the logical names of its axes (``out_sharding``), which ``jaxrl.mesh.sharding`` turns into
 mesh axes, and whether weight decay shrinks it (``decays``). It is kept in the dtype it was made in and cast
 to the compute dtype where it is used; norms, rope and softmax are float32.
 """
@@ -17,14 +17,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.batch import AttentionLayout
+from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, spec_for
 from jaxrl.models import rope
 from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
 from jaxrl.models.layout import collapse, expand, take
 from jaxrl.ops.activations import activation
 from jaxrl.ops.attention import Implementation, attention
 from jaxrl.ops.decode_attention import Pages, decode_attention, ring_positions
-from jaxrl.sharding import BATCH_AXES, batch_shards, spec_for
+from jaxrl.types import AttentionLayout
 
 Cache = dict[str, jax.Array]
 """One layer's keys and values: {"k", "v"} [B, K, S, H], or in pages [pages, K, page, H]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxrl.batch import AttentionLayout
+from jaxrl.types import AttentionLayout
 
 
 @jax.custom_vjp

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.batch import AttentionLayout
 from jaxrl.config import ConfigError
+from jaxrl.mesh.sharding import BATCH_AXES, View, batch_shards, divisors, named, spec_for
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import SINGLE, STACKED, Decoder
 from jaxrl.models.layers import Cache
 from jaxrl.ops.attention import Implementation
 from jaxrl.ops.decode_attention import Pages
-from jaxrl.sharding import BATCH_AXES, View, batch_shards, divisors, named, spec_for
+from jaxrl.types import AttentionLayout
 
 Params = dict[str, Any]
 """Nested dict of arrays."""

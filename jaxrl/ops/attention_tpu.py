@@ -8,7 +8,7 @@ It masks by index. That is the mask by position of ``ops.attention`` for packed 
 lie next to each other and their positions count up by one, so distances of indexes are distances of
 positions. Every query sees at least itself, padding too, so nothing is divided by 0.
 
-JAX's kernel states no cost, so the FLOPs that XLA (and ``jaxrl.tpu.program_cost``) count leave it out.
+JAX's kernel states no cost, so the FLOPs that XLA (and ``compile.tpu.program_cost``) count leave it out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.sharding import BATCH_AXES, batch_shards, platform
+from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, platform
 
 BLOCKS = (512, 384, 256, 128)
 """Queries and keys of a block, from which the one that pads a row least is taken, the largest of equals.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.sharding import platform
+from jaxrl.mesh.sharding import platform
 
 _WIDE = ("TPU v6 lite", "TPU v6e", "TPU7x")
 """Chips with matrix units of 256 x 256."""

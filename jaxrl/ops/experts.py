@@ -21,9 +21,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.sharding import BATCH_AXES, batch_shards
 from jaxrl.ops.activations import activation
 from jaxrl.ops.grouped_matmul import Implementation, Matrices, products
-from jaxrl.sharding import BATCH_AXES, batch_shards
 
 
 class Spec(NamedTuple):

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxrl.mesh.sharding import platform
 from jaxrl.ops.chip import chip_of
-from jaxrl.sharding import platform
 
 Implementation = Literal["xla", "pallas"]
 

@@ -29,10 +29,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.sharding import platform
 from jaxrl.ops import token_log_probs_chunked as chunked
 from jaxrl.ops.chip import chip_of
 from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax, cap, dot
-from jaxrl.sharding import platform
 
 Implementation = Literal["reference", "chunked", "pallas"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked", "pallas")

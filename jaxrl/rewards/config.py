@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, from_dict, nearest, required, setting
-from jaxrl.pools import PoolConfig
 from jaxrl.rewards import calls
+from jaxrl.workers.pools import PoolConfig
 
 REWARD_MODEL = "reward_model"
 """The term that a model scores, on device; the training loop hands the pool its part."""

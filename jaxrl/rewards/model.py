@@ -20,16 +20,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.batch import Rollouts
 from jaxrl.config import ConfigError, from_dict
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.distributed import to_host
+from jaxrl.host.distributed import to_host
+from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, put
 from jaxrl.models import hf
 from jaxrl.models.reward_head import RewardHead, load_reward_head
 from jaxrl.rewards.config import RewardModelArgs
-from jaxrl.sharding import BATCH_AXES, batch_shards, put
+from jaxrl.types import Rollouts
 
 logger = logging.getLogger("jaxrl")
 

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from jaxrl.config import ConfigError
-from jaxrl.pools import PoolConfig, open_workers
 from jaxrl.rewards import calls, worker
+from jaxrl.workers.pools import PoolConfig, open_workers
 
 Result = tuple[int, list[int], calls.Outcome]
 """(term, places in the batch, what the call gave)"""

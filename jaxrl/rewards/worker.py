@@ -1,4 +1,4 @@
-"""The process side of the reward pool: makes the calls of a request (see ``jaxrl/workers.py``)."""
+"""The process side of the reward pool: makes the calls of a request (see ``jaxrl/workers/local.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxrl.rewards import calls
-from jaxrl.workers import Serve
+from jaxrl.workers.local import Serve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

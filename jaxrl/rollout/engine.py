@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import ConfigError
+from jaxrl.mesh.sharding import batch_shards, named, platform, put, spec_for
 from jaxrl.models import Model
 from jaxrl.ops.decode_attention import Implementation, Pages
 from jaxrl.ops.token_log_probs import scaled_logits
@@ -30,7 +31,6 @@ from jaxrl.rollout.kv_cache import ROWS, KvCache, last_hidden
 from jaxrl.rollout.pages import PageTables, geometry
 from jaxrl.rollout.sampling import SamplingArrays, sample
 from jaxrl.rollout.state import DecodeState, Prefix, Request, Results, Slots
-from jaxrl.sharding import batch_shards, named, platform, put, spec_for
 
 
 class Engine:

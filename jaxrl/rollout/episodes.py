@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl import distributed
-from jaxrl.batch import Episode, Prompts, Row
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments import calls
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.environments.pool import EnvironmentPool
+from jaxrl.host import distributed
+from jaxrl.types import Episode, Prompts, Row
 
 logger = logging.getLogger("jaxrl")
 

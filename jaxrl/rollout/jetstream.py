@@ -1,7 +1,7 @@
 """The engine as a real ``jetstream.engine.engine_api.Engine`` (PyPI ``google-jetstream`` 0.2.2).
 
 JetStream's orchestrator, gRPC server, client and load tester run over it. The package is an extra: it was
-archived in February 2026 and pulls TensorFlow, so nothing but ``jaxrl.serve`` imports this file.
+archived in February 2026 and pulls TensorFlow, so nothing but ``jaxrl.run.serve`` imports this file.
 """
 
 from __future__ import annotations

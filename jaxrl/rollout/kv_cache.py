@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, put
 from jaxrl.models import Model
 from jaxrl.rollout.pages import Geometry
-from jaxrl.sharding import BATCH_AXES, batch_shards, put
 
 ROWS = P(BATCH_AXES)
 

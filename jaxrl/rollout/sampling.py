@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.sharding import BATCH_AXES, spec_for
+from jaxrl.mesh.sharding import BATCH_AXES, spec_for
 
 _BLOCK = 256
 _OFF = -jnp.inf

@@ -14,12 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxrl.batch import Prompts, Rollouts
 from jaxrl.config import ConfigError
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import Episodes, MultiTurn, Turn
 from jaxrl.rollout.state import DecodeState, Prefix, Request, Results
+from jaxrl.types import Prompts, Rollouts
 
 
 class Decodes(Protocol):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.algorithms import losses
+from jaxrl.learn import losses
 
 PRESET = {"objective": "reinforce", "advantage_std": "none", "clip_low": 0.1}
 NO_PRESET = ["objective"]

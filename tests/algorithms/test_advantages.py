@@ -10,10 +10,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.advantages import combine_rewards, compute, overlong_penalty
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.filters import keep_groups
 from jaxrl.config import ConfigError
+from jaxrl.recipes.advantages import combine_rewards, compute, overlong_penalty
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.filters import keep_groups
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.advantages import combine_rewards, compute, overlong_penalty
-from jaxrl.algorithms.config import AlgoConfig, dead_keys
-from jaxrl.algorithms.losses import loss_weights, policy_loss
-from jaxrl.algorithms.presets import PRESETS
-from jaxrl.batch import TrainBatch
 from jaxrl.config import ConfigError, from_dict
+from jaxrl.learn.losses import loss_weights, policy_loss
+from jaxrl.recipes.advantages import combine_rewards, compute, overlong_penalty
+from jaxrl.recipes.config import AlgoConfig, dead_keys
+from jaxrl.recipes.presets import PRESETS
+from jaxrl.types import TrainBatch
 
 CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.kl import estimate
-from jaxrl.algorithms.losses import policy_loss
-from jaxrl.batch import TrainBatch
+from jaxrl.learn.kl import estimate
+from jaxrl.learn.losses import policy_loss
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.types import TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 ESTIMATORS = ["k1", "k2", "k3", "k3plus"]

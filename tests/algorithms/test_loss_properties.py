@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import finish_metrics, loss_weights, merge_metrics, of_update, policy_loss
-from jaxrl.algorithms.presets import PRESETS
-from jaxrl.batch import Metric, TrainBatch
+from jaxrl.learn.losses import finish_metrics, loss_weights, merge_metrics, of_update, policy_loss
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.presets import PRESETS
+from jaxrl.types import Metric, TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 

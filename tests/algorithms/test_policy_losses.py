@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import finish_metrics, loss_weights, merge_metrics, policy_loss
-from jaxrl.batch import TrainBatch
+from jaxrl.learn.losses import finish_metrics, loss_weights, merge_metrics, policy_loss
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.types import TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"

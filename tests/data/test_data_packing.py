@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import ConfigError
-from jaxrl.data.packing import BatchConfig, BatchShape, Sequence, pack, rows_needed, unpack
+from jaxrl.learn.packing import BatchConfig, BatchShape, Sequence, pack, rows_needed, unpack
 
 FIELDS = ("loss_mask", "loss_weights", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
 
 VALUES = ("loss_weights", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 

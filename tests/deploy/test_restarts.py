@@ -13,7 +13,7 @@ import pytest
 from deploy_helpers import FOLDER, argv_of, container_of, dashboard_metrics, manifests
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxrl.prometheus import gauge_name
+from jaxrl.record.prometheus import gauge_name
 
 TINY = """
 steps: 6

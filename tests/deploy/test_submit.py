@@ -9,7 +9,7 @@ import yaml
 from deploy_helpers import FOLDER, NASTY, ROOT, WORDS, argv_of, container_of, manifests, recorded
 
 from jaxrl.config import load, run_cli
-from jaxrl.settings import RunConfig
+from jaxrl.run.settings import RunConfig
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 DIRECT = ["jobset", "pathwaysjob", "rayjob"]

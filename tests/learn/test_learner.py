@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.algorithms.losses import finish_metrics, merge_metrics
-from jaxrl.compilations import CompilationCounter
-from jaxrl.data.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.learn.learner import Learner, merge
+from jaxrl.learn.losses import finish_metrics, merge_metrics
 from jaxrl.learn.optimizer import Hyper, OptimConfig
+from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.mesh.sharding import make_mesh
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import make_mesh
+from jaxrl.recipes.config import AlgoConfig
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SCRATCH = {"model_type": "qwen2", "num_key_value_heads": 1, "head_dim": 8, **SIZES}

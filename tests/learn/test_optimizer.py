@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig, learning_rate_schedule, stochastic_round
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import MeshConfig, make_mesh
+from jaxrl.recipes.config import AlgoConfig
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxrl import hub
 from jaxrl.config import ConfigError
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.models.checkpoint_files import TensorFiles
-from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.store import hub
 
 
 def tensors_of(folder) -> dict[str, tuple[str, bytes]]:

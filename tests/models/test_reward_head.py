@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import ConfigError
 from jaxrl.data.config import DataConfig
+from jaxrl.mesh.sharding import MeshConfig, batch_spec, make_mesh, put
 from jaxrl.models.reward_head import load_reward_head
 from jaxrl.rewards.model import RewardModel
-from jaxrl.sharding import MeshConfig, batch_spec, make_mesh, put
 
 
 @pytest.fixture(scope="module")

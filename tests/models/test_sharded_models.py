@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.config import ConfigError
+from jaxrl.mesh.sharding import MeshConfig, batch_spec, make_mesh, named
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import MeshConfig, batch_spec, make_mesh, named
 
 
 def mesh_of(data, fsdp, tensor):

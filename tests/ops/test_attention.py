@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.ops import attention as module
 from jaxrl.ops import attention_tpu
 from jaxrl.ops.attention import attention
-from jaxrl.sharding import MeshConfig, make_mesh
 
 IMPLEMENTATIONS = ["reference", "chunked", "pallas"]
 B, T, N, K, H = 2, 22, 4, 2, 8

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, make_mesh
 from jaxrl.ops.decode_attention import Pages, decode_attention
-from jaxrl.sharding import BATCH_AXES, MeshConfig, make_mesh
 
 B, N, K, H, PAGE, WIDTH = 6, 4, 2, 16, 16, 4
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.ops import grouped_matmul_tpu
 from jaxrl.ops.chip import Chip
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices, products
-from jaxrl.sharding import MeshConfig, make_mesh
 
 IMPLEMENTATIONS = ("xla", "pallas")
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.ops.policy_loss import policy_loss
-from jaxrl.sharding import MeshConfig, make_mesh
 
 R, S, D, V = 8, 37, 24, 336
 HEAD = dict(temperature=0.9, soft_cap=8.0, vocab_limit=301)

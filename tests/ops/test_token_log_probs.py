@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.ops.token_log_probs import IMPLEMENTATIONS, token_log_probs
-from jaxrl.sharding import MeshConfig, make_mesh
 
 CASES = {
     "plain": dict(temperature=1.0, soft_cap=None, vocab_limit=None),

@@ -1,8 +1,8 @@
 """A compilation made by hand: sizes in whole GiB, costs that are easy to add up."""
 
 from jaxrl.config import load
-from jaxrl.plan.compile import Compilation, Compiled
-from jaxrl.settings import RunConfig
+from jaxrl.planner.compile import Compilation, Compiled
+from jaxrl.run.settings import RunConfig
 
 GIB = 2**30
 CONFIG = """

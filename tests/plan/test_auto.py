@@ -8,15 +8,14 @@ import pytest
 from rich.console import Console
 from synthetic import compilation, config
 
+from jaxrl.compile.tpu import CHIPS
 from jaxrl.config import ConfigError, load, to_dict
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
 from jaxrl.models import Model
-from jaxrl.plan import __main__ as plan
-from jaxrl.plan import auto
-from jaxrl.plan.cost import Assumed
-from jaxrl.plan.guess import Guesser, shard_size
-from jaxrl.settings import RunConfig
-from jaxrl.sharding import MeshConfig, make_mesh, named
-from jaxrl.tpu import CHIPS
+from jaxrl.planner import auto, command
+from jaxrl.planner.cost import Assumed
+from jaxrl.planner.guess import Guesser, shard_size
+from jaxrl.run.settings import RunConfig
 
 ASSUMED = Assumed(prompt_tokens=128, new_tokens=256)
 
@@ -102,7 +101,7 @@ def test_the_overlay_is_the_run_that_was_planned(tmp_path, compiler):
     assert settings == {"rollout.temperature": 0.9, "rewards.terms": to_dict(run)["rewards"]["terms"]}
     out = tmp_path / "chosen" / "overlay.yaml"
     out.parent.mkdir()
-    plan.load_overlay(auto.overlay(str(tmp_path / "by_hand.yaml"), out, best, settings), out, best)
+    command.load_overlay(auto.overlay(str(tmp_path / "by_hand.yaml"), out, best, settings), out, best)
     loaded = load(RunConfig, out)[0]
     assert to_dict(loaded) == to_dict(best.config)
     assert loaded.mesh.fsdp == best.candidate.fsdp and loaded.rollout.temperature == 0.9

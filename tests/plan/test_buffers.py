@@ -1,6 +1,6 @@
 """What is read from XLA's dumps."""
 
-from jaxrl.plan.buffers import memory
+from jaxrl.planner.buffers import memory
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 512, thread-local:

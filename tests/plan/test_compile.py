@@ -6,7 +6,7 @@ import pytest
 from synthetic import config
 
 from jaxrl.config import ConfigError
-from jaxrl.plan import compile as compiling
+from jaxrl.planner import compile as compiling
 
 NAMES = ["update", "prefill/8", "write/8", "generate/2", "refresh"]
 DESCRIPTION = {"names": NAMES, "model": "", "facts": {}, "residents": [], "programs": []}

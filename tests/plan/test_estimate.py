@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from synthetic import compilation, config
 
-from jaxrl.plan.cost import Assumed, calls, concurrent, estimate, micro_batches
-from jaxrl.plan.table import traffic
+from jaxrl.planner.cost import Assumed, calls, concurrent, estimate, micro_batches
+from jaxrl.planner.table import traffic
 
 ASSUMED = Assumed(prompt_tokens=128, new_tokens=256)
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from synthetic import GIB, compilation, config
 
-from jaxrl.plan.advice import changes
-from jaxrl.plan.ledger import ledger
+from jaxrl.planner.advice import changes
+from jaxrl.planner.ledger import ledger
 
 
 def test_residents_outside_a_programs_arguments_are_added_once():

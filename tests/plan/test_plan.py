@@ -6,13 +6,14 @@ import pytest
 from rich.console import Console
 from synthetic import CONFIG, compilation, config
 
+from jaxrl import plan
+from jaxrl.compile.tpu import compiler_missing, num_devices
 from jaxrl.config import ConfigError, run_cli
-from jaxrl.plan import __main__ as plan
-from jaxrl.plan import compile as compiling
-from jaxrl.plan.cost import Assumed
-from jaxrl.plan.page import render
-from jaxrl.plan.table import show
-from jaxrl.tpu import compiler_missing, num_devices
+from jaxrl.planner import command
+from jaxrl.planner import compile as compiling
+from jaxrl.planner.cost import Assumed
+from jaxrl.planner.page import render
+from jaxrl.planner.table import show
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_json_and_page_hold_the_same_figures(command, tmp_path):
 
 
 def test_names_of_users_are_escaped(tmp_path):
-    made = plan.make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
+    made = command.make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
     object.__setattr__(made, "name", "<script>")
     assert "<script>" not in render(made)
     show(made, Console(quiet=True))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.batch import Prompts, Rollouts
 from jaxrl.data.config import DataConfig
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
 from jaxrl.rewards import RewardPool, RewardsConfig, RewardTerm
 from jaxrl.rewards.model import RewardModel
-from jaxrl.sharding import MeshConfig, make_mesh
+from jaxrl.types import Prompts, Rollouts
 
 
 @pytest.mark.parametrize("weight", [1.0, np.nan])

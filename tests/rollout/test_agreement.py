@@ -5,14 +5,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import Prompts, TrainBatch
 from jaxrl.learn.learner import Learner
+from jaxrl.mesh.sharding import make_mesh
 from jaxrl.models import Model, hf
+from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.sharding import make_mesh
+from jaxrl.types import Prompts, TrainBatch
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"]
 NEW = 16

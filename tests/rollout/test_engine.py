@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import Prompts, TrainBatch
-from jaxrl.compilations import CompilationCounter
+from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.config import ConfigError
 from jaxrl.learn.learner import Learner
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
 from jaxrl.models import Model, ModelConfig
+from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.types import Prompts, TrainBatch
 
 SCRATCH = dict(
     model_type="qwen3",

@@ -9,21 +9,21 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import Prompts, TrainBatch
-from jaxrl.compilations import CompilationCounter
+from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.config import ConfigError, UserCodeError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.environments import EnvironmentConfig
 from jaxrl.learn.learner import Learner
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
 from jaxrl.models import Model, ModelConfig
+from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import Episodes, MultiTurn
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.sharding import MeshConfig, make_mesh, named
+from jaxrl.types import Prompts, TrainBatch
 
 USER = str(Path(__file__).parent.parent / "environments" / "user_environments.py")
 SCRATCH = dict(

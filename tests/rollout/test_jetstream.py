@@ -14,14 +14,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxrl.batch import Prompts
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.mesh.sharding import make_mesh
+from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.rollout.weights import make_refresh
-from jaxrl.sharding import make_mesh
+from jaxrl.types import Prompts
 
 pytestmark = pytest.mark.slow
 NEW = 24

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl import train
-from jaxrl.assembly import assemble
 from jaxrl.config import ConfigError, load
-from jaxrl.settings import RunConfig
+from jaxrl.run import loop
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import assemble
 
 CONFIG = """
 steps: 2
@@ -67,7 +67,7 @@ def test_the_tensor_size_of_the_rollout_view_changes_nothing(configure, dtype):
     tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == "float32" else dict(rtol=1e-2, atol=1e-3)
     for tensor in ("null", 1, 8) if dtype == "float32" else ("null", 4):
         config = configure(f"name=t{tensor}", f"rollout.tensor={tensor}", *given)
-        assert train.run(config) == 0
+        assert loop.run(config) == 0
         metrics, ids = results(config)
         expected = expected or (metrics, ids)
         assert ids == expected[1]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig
-from jaxrl.rollout.weights import make_refresh
-from jaxrl.sharding import MeshConfig, make_mesh, named
 
 SCRATCH = dict(
     model_type="qwen2",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.tpu import compiler_missing
+from jaxrl.compile.tpu import compiler_missing
 
 
 @pytest.fixture(autouse=True)

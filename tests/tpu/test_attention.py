@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.compile.tpu import topology_mesh
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig
 from jaxrl.ops.attention import attention
-from jaxrl.sharding import BATCH_AXES, MeshConfig
-from jaxrl.tpu import topology_mesh
 
 ROWS, LENGTH = 4, 1500  # no multiple of a block
 

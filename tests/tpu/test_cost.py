@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.compile.tpu import CHIPS, TOPOLOGIES, chip_of, program_cost, topology_mesh
 from jaxrl.config import ConfigError
-from jaxrl.sharding import MeshConfig
-from jaxrl.tpu import CHIPS, TOPOLOGIES, chip_of, program_cost, topology_mesh
+from jaxrl.mesh.sharding import MeshConfig
 
 
 def compiled(function, mesh, *arrays, **options):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxrl.compile.programs import engine_programs
+from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
+from jaxrl.mesh.sharding import MeshConfig, named
 from jaxrl.models import Model, ModelConfig
-from jaxrl.programs import engine_programs
 from jaxrl.rollout.engine import Engine
-from jaxrl.sharding import MeshConfig, named
-from jaxrl.tpu import chip_of, program_cost, topology_mesh
 
 
 def decode_program(topology, mesh_config, *, slots, layers, tokens=2048, **changes):

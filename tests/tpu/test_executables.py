@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.assembly import assemble
+from jaxrl.compile.executables import Store, lower
+from jaxrl.compile.programs import Program, loop_programs
+from jaxrl.compile.tpu import topology_mesh
 from jaxrl.config import load, run_cli
-from jaxrl.executables import Store, lower
 from jaxrl.ops.decode_attention import Pages, decode_attention
-from jaxrl.plan.__main__ import main as plan
-from jaxrl.programs import Program, loop_programs
-from jaxrl.settings import RunConfig
-from jaxrl.tpu import topology_mesh
+from jaxrl.plan import main as plan
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import assemble
 
 SUPERVISED = """
 steps: 10

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices
-from jaxrl.sharding import BATCH_AXES, MeshConfig
-from jaxrl.tpu import chip_of, program_cost, topology_mesh
 
 E, PER_TOKEN, D, F = 128, 8, 2048, 768
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
+from jaxrl.mesh.sharding import MeshConfig
 from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import token_log_probs
-from jaxrl.sharding import MeshConfig
-from jaxrl.tpu import chip_of, program_cost, topology_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN = 4096, 151936

@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.data.packing import BatchConfig, Sequence, pack
+from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig
+from jaxrl.learn.packing import BatchConfig, Sequence, pack
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, batch_shards, shapes_with
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import BATCH_AXES, MeshConfig, batch_shards, shapes_with
-from jaxrl.tpu import chip_of, program_cost, topology_mesh
+from jaxrl.recipes.config import AlgoConfig
 
 TOPOLOGY = "v5e:2x2"
 VOCABULARY, GROUP, PROMPT, COMPLETION = 4096, 8, 128, 384

@@ -19,13 +19,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.algorithms.config import AlgoConfig
-from jaxrl.batch import TrainBatch
+from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig
+from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, shapes_with
 from jaxrl.models import Model, ModelConfig
-from jaxrl.sharding import BATCH_AXES, MeshConfig, shapes_with
-from jaxrl.tpu import chip_of, program_cost, topology_mesh
+from jaxrl.recipes.config import AlgoConfig
+from jaxrl.types import TrainBatch
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -51,7 +51,7 @@ TUNIX_SECONDS, TUNIX_WIRE_BYTES = 1.070, 44e9
 
 
 def compile_update(topology, mesh, sizes, layers, dtype, state_memory="device", remat="full", length=LENGTH):
-    """The update as ``jaxrl.train`` compiles it."""
+    """The update as ``jaxrl.run.loop`` compiles it."""
     mesh = topology_mesh(topology, MeshConfig(fsdp=mesh[0], tensor=mesh[1]))
     sizes = {"vocab_size": VOCABULARY, **sizes, "num_hidden_layers": layers}
     config = ModelConfig.from_scratch(sizes, vocab_size=VOCABULARY)

@@ -1,0 +1,64 @@
+"""Pathways (``JAX_PLATFORMS=proxy``): one process drives all devices of one or more slices through a proxy.
+
+The program is the same: ``jax.process_count()`` is 1, every device is addressable, ``jax.distributed`` is not
+used. What differs: the hosts of the TPUs are not this one, so what they write themselves (traces, and
+checkpoints with ``ENABLE_PATHWAYS_PERSISTENCE=1``) goes to a bucket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jaxrl.config import ConfigError
+from jaxrl.store.folders import is_remote
+
+if TYPE_CHECKING:
+    from jaxrl.run.settings import RunConfig
+
+_PERSISTENCE = "ENABLE_PATHWAYS_PERSISTENCE"
+
+
+def is_used() -> bool:
+    return "proxy" in os.environ.get("JAX_PLATFORMS", "").split(",")
+
+
+def workers_write_checkpoints() -> bool:
+    """Whether arrays go from the TPUs' hosts to the bucket directly (Pathways' persistence API), not through
+    this process."""
+    return is_used() and os.environ.get(_PERSISTENCE) == "1"
+
+
+def initialize() -> None:
+    """Registers the proxy with JAX. ConfigError without the package, or with a variable it cannot read."""
+    try:
+        import pathwaysutils
+    except ImportError as error:
+        raise ConfigError("JAX_PLATFORMS=proxy needs Pathways: pip install 'jaxrl[pathways]'") from error
+    if os.environ.get(_PERSISTENCE, "0") not in ("0", "1"):
+        raise ConfigError(f"{_PERSISTENCE}={os.environ[_PERSISTENCE]}: needs 0 or 1")
+    pathwaysutils.initialize()
+
+
+def problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of what ``config`` asks for and Pathways does otherwise."""
+    if not is_used():
+        return
+    in_bucket = is_remote(config.checkpoint_run)
+    if workers_write_checkpoints() and not in_bucket:
+        yield (
+            "checkpoint.output_dir",
+            f"{_PERSISTENCE}=1 has the TPUs' hosts write the checkpoints: needs gs://bucket/path",
+        )
+    if config.profile.start_step is not None and not in_bucket:
+        yield (
+            "profile.start_step",
+            "under Pathways the TPUs' hosts write the trace, beside the checkpoints: needs "
+            "checkpoint.output_dir in a bucket (gs://)",
+        )
+    if config.executables:
+        yield (
+            "executables",
+            "Pathways has a compilation cache of its own; leave it out with JAX_PLATFORMS=proxy",
+        )

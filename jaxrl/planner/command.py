@@ -1,0 +1,113 @@
+"""python -m jaxrl.plan --config configs/x.yaml --topology v5e:4x4 [key=value ...]
+
+Exit codes: 0 it fits; 4 it does not; 1 the compiler failed for another reason; 2 configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxrl.config import ConfigError, load, to_dict
+from jaxrl.planner import auto
+from jaxrl.planner.advice import changes
+from jaxrl.planner.compile import Compilation
+from jaxrl.planner.cost import Assumed, estimate
+from jaxrl.planner.ledger import ledger
+from jaxrl.planner.page import render
+from jaxrl.planner.progress import Progress
+from jaxrl.planner.table import Plan, show
+from jaxrl.run.settings import RunConfig
+from jaxrl.store import strict_json
+
+DOES_NOT_FIT = 4
+
+
+def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, console: Console) -> int:
+    """--auto: print the candidates and the plan of the chosen one, and write the overlay."""
+    if config.algo.supervised:
+        raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
+    with Progress(console) as progress:
+        tried = auto.search(
+            config,
+            given.topology,
+            assumed,
+            wanted=given.candidates,
+            processes=given.processes,
+            report=progress.report,
+        )
+    auto.show(tried, console)
+    best = tried[0]
+    plan = make_plan(best.config, best.compilation, assumed, given.price_per_chip_hour)
+    show(plan, console)
+    write(plan, given, console)
+    if not best.fits:
+        return exit_code(plan)
+    settings = auto.given_settings(config, given.overrides)
+    out = Path(given.overlay or f"{config.name}.{given.topology.replace(':', '-').replace('*', 'x')}.yaml")
+    text = auto.overlay(given.config, out, best, settings)
+    load_overlay(text, out, best)
+    console.print(f"the choice: {out}; train with --config {out}")
+    return 0
+
+
+def load_overlay(text: str, out: Path, best: auto.Tried) -> None:
+    """Write the overlay, and see that it is what was planned."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    loaded, _ = load(RunConfig, out)
+    if to_dict(loaded) != to_dict(best.config):
+        raise RuntimeError(f"{out} does not load as the run that was planned")
+
+
+def make_plan(config: RunConfig, found: Compilation, assumed: Assumed, price: float | None = None) -> Plan:
+    """All figures of what was compiled."""
+    room = ledger(found)
+    return Plan(
+        name=config.name,
+        compilation=found,
+        ledger=room,
+        assumed=assumed,
+        estimate=estimate(found, config, assumed),
+        changes=tuple(changes(config, found, room)),
+        price_per_chip_hour=price,
+    )
+
+
+def exit_code(plan: Plan) -> int:
+    """See the module."""
+    if plan.compilation.failed:
+        return 1
+    return 0 if plan.ledger.fits else DOES_NOT_FIT
+
+
+def assumptions(config: RunConfig, given: argparse.Namespace) -> Assumed:
+    """The flags, or the limits of the config."""
+    limits = {"prompt_tokens": config.data.max_prompt_tokens, "new_tokens": config.rollout.max_new_tokens}
+    if config.algo.supervised:
+        limits["new_tokens"] = 0
+    found = {}
+    for name, limit in limits.items():
+        value = getattr(given, name)
+        if value is not None and not 1 <= value <= limit:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: needs 1 to {limit}, the config's limit")
+        found[name] = value or limit
+    return Assumed(**found)
+
+
+def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:
+    """JSON and page, where they are asked for."""
+    if given.json == "-":
+        print(strict_json.dumps(plan.as_json(), indent=2))
+    elif given.json:
+        Path(given.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(given.json).write_text(strict_json.dumps(plan.as_json(), indent=2) + "\n")
+        console.print(f"JSON: {given.json}")
+    if given.save:
+        console.print(f"executables: {given.save}; train loads them with executables={given.save}")
+    if given.page:
+        Path(given.page).parent.mkdir(parents=True, exist_ok=True)
+        Path(given.page).write_text(render(plan), encoding="utf-8")
+        console.print(f"page: {given.page}")

@@ -1,0 +1,108 @@
+"""Whether a run fits: for each phase, what is in the memory of one device at its worst moment.
+
+A program needs what its buffer assignment says (its arguments among it), and beside it all that ``train``
+keeps on the device and does not hand to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from jaxrl.compile.programs import PHASES
+from jaxrl.compile.tpu import chip_of
+from jaxrl.planner.compile import Compilation, Compiled
+from jaxrl.planner.residents import PROMPTS
+
+TEMPORARIES, OTHER = "temporaries", "other arguments"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A phase at the moment that needs most."""
+
+    name: str
+    program: str
+    """That runs then."""
+    parts: Mapping[str, int]
+    """Bytes by resident, and of what else the program is given and makes."""
+    known: bool
+    """False: the program ran out of memory, or failed, and the compiler did not say what it needs."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """All phases that a run has, in the order of a step."""
+
+    phases: tuple[Phase, ...]
+    hbm_bytes: int
+    host_bytes: Mapping[str, int]
+    """By resident, what rests in host memory for one device."""
+
+    @property
+    def fits(self) -> bool:
+        return all(p.known and p.total_bytes <= self.hbm_bytes for p in self.phases)
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=lambda p: (not p.known, p.total_bytes))
+
+    @property
+    def free_bytes(self) -> int:
+        """What the worst phase leaves; negative: what it lacks."""
+        return self.hbm_bytes - self.worst.total_bytes
+
+
+def largest(c: Compilation, phase: Phase, most: int = 8) -> list[tuple[str, int]]:
+    """(what, bytes) of the largest arrays of a phase: resident ones, and what its program makes."""
+    program = c.compiled.get(phase.program) or c.compiled["score"]
+    found = [(what, size) for what, size in program.largest if size]
+    for r in c.residents:
+        if not r["phases"] or phase.name in r["phases"]:
+            found += [(f"{r['name']}: {what}", size) for what, size in r["largest"]]
+    return sorted(found, key=lambda item: -item[1])[:most]
+
+
+def ledger(c: Compilation) -> Ledger:
+    """Add up what ``compile_run`` found."""
+    phases: dict[str, Phase] = {}
+    for listed in c.programs:
+        compiled = c.compiled.get(listed["name"])
+        if compiled is None and listed["name"] == "score_reference":
+            compiled = c.compiled.get("score")  # the same program
+        if compiled is None:
+            continue
+        phase = _phase(c, listed, compiled)
+        before = phases.get(phase.name)
+        if before is None or (phase.known, -phase.total_bytes) < (before.known, -before.total_bytes):
+            phases[phase.name] = phase
+    return Ledger(
+        phases=tuple(phases[name] for name in PHASES if name in phases),
+        hbm_bytes=chip_of(c.topology).hbm_bytes,
+        host_bytes={r["name"]: r["host_bytes"] for r in c.residents if r["host_bytes"]},
+    )
+
+
+def _phase(c: Compilation, listed: Mapping, compiled: Compiled) -> Phase:
+    alive = {
+        r["name"]: r["device_bytes"]
+        for r in c.residents
+        if (not r["phases"] or listed["phase"] in r["phases"]) and r["name"] not in listed["makes"]
+    }
+    given = {name: alive[name] for name in listed["given"] if name in alive}
+    others = max(0, compiled.argument_bytes - sum(given.values()))
+    made = max(0, compiled.total_bytes - max(compiled.argument_bytes, sum(given.values())))
+    parts: Counter[str] = Counter()
+    for name, size in {**alive, OTHER: others, TEMPORARIES: made}.items():
+        parts[PROMPTS if name.startswith(PROMPTS) else name] += size
+    return Phase(
+        name=listed["phase"],
+        program=listed["name"],
+        parts={name: size for name, size in parts.items() if size},
+        known=compiled.total_bytes > 0,
+    )

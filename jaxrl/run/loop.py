@@ -1,0 +1,435 @@
+"""python -m jaxrl.train: the loop.
+
+    python -m jaxrl.train --config configs/quickstart.yaml optim.learning_rate=1e-5
+
+One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring ->
+update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
+``stages.py`` holds what happens between two arrows.
+
+Exit codes: 0 done; 1 the run diverged, a checkpoint could not be written, or another process is gone; 2
+configuration, or processes that disagree; 3 user code; 75 interrupted and saved; 76 interrupted without a
+new checkpoint. After 75 and 76 the same command continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl.compile import executables
+from jaxrl.compile.compilations import CompilationCounter
+from jaxrl.compile.programs import loop_programs
+from jaxrl.config import ConfigError, RunError, to_dict
+from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
+from jaxrl.host import distributed, pathways
+from jaxrl.host.failures import failing_together
+from jaxrl.host.preemption import INTERRUPTED, Interrupted, announced, check
+from jaxrl.learn.losses import finish_metrics
+from jaxrl.learn.optimizer import Hyper
+from jaxrl.learn.packing import Sequence
+from jaxrl.recipes import stages
+from jaxrl.record.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
+from jaxrl.record.progress import Progress
+from jaxrl.record.report import summary, write_report
+from jaxrl.rewards.scorer import Scorer
+from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.run.agreement import agree_on_config, agree_on_inputs, of_sequences
+from jaxrl.run.evaluation import evaluate, sample_rows
+from jaxrl.run.resume import (
+    check_folders,
+    keep_records,
+    open_run_dir,
+    restore_or_start,
+    run_meta,
+    with_date,
+)
+from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import Assembly, Programs, assemble
+from jaxrl.run.watch import Watch, warn_at_start
+from jaxrl.store.checkpoint import Checkpoints
+from jaxrl.types import Prompts, TrainState
+
+logger = logging.getLogger("jaxrl")
+
+
+class Diverged(RunError):
+    """The run was ended because its updates kept failing."""
+
+    title = "diverged"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What stays the same from step to step."""
+
+    parts: Assembly
+    programs: Programs
+    data: PromptIterator | SftIterator
+    held_out: Prompts | None
+    scorer: Scorer
+    multi_turn: MultiTurn | None
+    """None: completions have one turn."""
+    ref_params: Any
+    """Frozen reference, train view; None when no KL term is used."""
+    origin: str | None
+    """The checkpoint that ``init_from`` stood for when the run began."""
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    progress: Progress
+    timer: PhaseTimer
+    watch: Watch
+    total_steps: int
+    stop: threading.Event
+    """Set when the run is to save and end at its next safe point."""
+
+
+def run(config: RunConfig, stop: threading.Event | None = None) -> int:
+    """Train as ``config`` says. ``stop`` asks for a checkpoint and an end at the next safe point (see
+    ``preemption.py``). Returns the exit code.
+
+    Raises:
+        ConfigError, UserCodeError: see ``jaxrl.config``.
+        SaveError: a checkpoint could not be written.
+        Recompiled: with ``metrics.compilations`` "error", a program was compiled after the first step.
+        Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
+    """
+    if found := list(pathways.problems(config)):
+        raise ConfigError(found)
+    with contextlib.ExitStack() as stack:
+        with failing_together():
+            r, state, meta = open_run(config, stop or threading.Event(), stack)
+            done, interrupted = loop(r, state, meta)
+            r.checkpoints.wait()
+        with warns_only("the end of the run"):
+            if not interrupted:
+                r.writer.event("done", step=done)
+            keep_records(config, r.checkpoints)
+    if distributed.is_first():
+        if done:
+            with warns_only("the report"):
+                report = write_report(config.run_dir)
+                print(summary(config.run_dir))
+                print(f"report: {report}")
+        if interrupted:
+            print(f"interrupted after step {done} and saved; the same command with resume=auto continues")
+    return INTERRUPTED if interrupted else 0
+
+
+@contextlib.contextmanager
+def warns_only(what: str) -> Iterator[None]:
+    """Make an error inside a warning: the checkpoints are written, so the run has succeeded."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s could not be written: %s: %s", what, type(error).__name__, error)
+
+
+def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]:
+    """The steps that are left, from ``state``. Returns the number of the last whole one, and whether
+    ``r.stop`` ended the run before its time."""
+    config, programs = r.parts.config, r.programs
+    done, saved = int(meta.get("step", 0)), int(meta.get("step", -1))
+    interrupted, updates, latest = False, int(state.updates), dict(meta.get("latest", {}))
+    position = r.data.get_state()  # after step `done`
+    # Metrics of step `done` that wait for its evaluation: at the start, or where an interrupted run left
+    # off.
+    pending = meta["pending"] if meta else {} if config.eval.at_start else None
+
+    def save() -> None:
+        with r.timer.phase("checkpoint"):
+            r.writer.sync()
+            keep_records(config, r.checkpoints)  # first: a checkpoint is not to outlive its metrics
+            r.checkpoints.save(done, state, run_meta(config, position, latest, pending, r.origin), latest)
+        compilations.forget()  # slices and copies for the writer
+
+    trace_folder = config.checkpoint_run if pathways.is_used() else config.run_dir
+    with (
+        CompilationCounter(strict=config.metrics.compilations == "error") as compilations,
+        contextlib.closing(Profiler(trace_folder, config.profile)) as profiler,
+    ):
+        try:
+            check(r.stop)
+            rollout_params = programs.refresh(state.params) if programs.refresh else None
+            if pending is not None:
+                metrics = pending | evaluation(r, rollout_params, done, updates)
+                latest, pending = latest | metrics, None
+                record(r, done, metrics, compilations)
+                if saved == done:
+                    r.checkpoints.rank(done, latest)
+            first = done + 1
+            for step in range(first, r.total_steps + 1):
+                if announced(step):
+                    r.stop.set()
+                profiler.step(step)
+                # 1 to 6: what to learn from.
+                gathered = gather(r, state.params, rollout_params, step, updates)
+                if gathered is None:
+                    tell_data_ended(r, done, updates)
+                    break
+                sequences, metrics = gathered
+                # 7: the update; from here on the step counts.
+                state, found = update(r, state, sequences, step)
+                metrics |= found
+                done, position = step, r.data.get_state()
+                last = step == r.total_steps or r.data.ended
+                updates, failed = int(state.updates), int(state.skipped_in_a_row)
+                # 8: the sampler gets the new weights, in the place of the old ones.
+                if programs.refresh:
+                    with r.timer.phase("refresh"):
+                        rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
+                # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
+                # knows.
+                if _due(config.eval.every, step) or (config.eval.at_end and last):
+                    pending = metrics
+                    metrics = metrics | evaluation(r, rollout_params, step, updates)
+                latest, pending = latest | metrics, None
+                record(r, step, metrics, compilations)
+                r.watch.step(metrics)
+                if step == first:
+                    compilations.forget()
+                compilations.check(step)
+                if _due(config.checkpoint.every, step) or last:
+                    save()
+                    saved = step
+                if failed >= config.algo.max_consecutive_skipped:
+                    raise Diverged(
+                        f"step {step}: the gradient was not finite in {failed} updates in a row "
+                        "(algo.max_consecutive_skipped). The parameters are those of the last good update. "
+                        "Lower optim.learning_rate, or look at the last samples"
+                    )
+                if last and step < r.total_steps:
+                    tell_data_ended(r, done, updates)
+                    break
+        except Interrupted as left:
+            interrupted = True
+            tell_interrupted(r, done, left, pending is not None)
+        if saved < done or (interrupted and saved < 0):
+            save()
+    return done, interrupted
+
+
+def record(r: Run, step: int, metrics: Mapping[str, float], compilations: CompilationCounter) -> None:
+    """A step's line in every log."""
+    metrics = {**metrics, **r.timer.metrics(), **memory_metrics(), **compilations.metrics()}
+    r.writer.log(step, metrics)
+    r.progress.step(step, metrics)
+
+
+def tell_interrupted(r: Run, done: int, left: Interrupted, evaluating: bool) -> None:
+    """What the run leaves unfinished."""
+    r.writer.event("interrupted", step=done, discarded_samples=left.samples, discarded_tokens=left.tokens)
+    if left.samples or left.tokens:
+        again = f"evaluation of step {done}" if evaluating else f"step {done + 1}"
+        logger.warning(
+            "the %s is left unfinished: its %d samples (%d tokens) are thrown away, and sampled again, the "
+            "very same, when the run continues",
+            again,
+            left.samples,
+            left.tokens,
+        )
+
+
+def tell_data_ended(r: Run, done: int, updates: int) -> None:
+    """The run ends before its last step, and its schedule with it."""
+    logger.warning(
+        "the data ended after step %d of %d: optim.schedule (%s) is laid out for %d steps, and the learning "
+        "rate ended at %.3g",
+        done,
+        r.total_steps,
+        r.parts.config.optim.schedule,
+        r.total_steps,
+        float(r.programs.schedule(max(updates - 1, 0))),
+    )
+
+
+def gather(
+    r: Run, params: Any, rollout_params: Any, step: int, policy_version: int
+) -> tuple[list[Sequence], dict[str, float]] | None:
+    """Stages 1 to 6: a step's sequences with advantages and log-probs, and metrics. None: no data left."""
+    if isinstance(r.data, SftIterator):
+        with r.timer.phase("prompts"):
+            rows = next(r.data, None)
+            sequences = [] if rows is None else stages.supervised_sequences(rows)
+        check(r.stop, what=f"the rows of step {step}", value=of_sequences(sequences))
+        return (sequences, {}) if sequences else None
+    collected = stages.collect(
+        r.parts,
+        r.programs,
+        rollout_params,
+        r.data,
+        r.scorer,
+        multi_turn=r.multi_turn,
+        step=step,
+        policy_version=policy_version,
+        timer=r.timer,
+        progress=r.progress,
+        stop=r.stop,
+    )
+    if collected is None:
+        return None
+    sampled = len(collected.rollouts.tokens), int(collected.rollouts.sampled_lengths.sum())
+    check(r.stop, *sampled)
+    r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
+    sequences = stages.sequences_of(collected.rollouts)
+    with r.timer.phase("scoring") as phase:
+        r.progress.update("scoring")
+        sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
+    sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
+    check(r.stop, *sampled, what=f"the batch of step {step}", value=of_sequences(sequences))
+    return sequences, collected.metrics | metrics
+
+
+def update(
+    r: Run, state: TrainState, sequences: list[Sequence], step: int
+) -> tuple[TrainState, dict[str, float]]:
+    """Stage 7: an update for each minibatch of each epoch; ``state`` is donated."""
+    programs, optim = r.programs, r.parts.config.optim
+    results, learning_rate = [], float(programs.schedule(int(state.updates)))
+    with r.timer.phase("update") as phase:
+        r.progress.update("update")
+        for batch, count, tokens in stages.minibatches(r.parts, sequences, step):
+            learning_rate = float(programs.schedule(int(state.updates)))
+            hyper = Hyper.of(optim, learning_rate)
+            state, result = programs.learner.update(state, {}, batch, count, hyper)
+            results.append(jax.device_get(result))
+            phase.tokens += tokens
+    rate = {"optim/learning_rate": learning_rate}
+    if not results:
+        return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout, **rate}
+    counted = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
+    sizes = {"batch/computed_tokens": phase.tokens, "batch/counted_tokens": counted}
+    return state, finish_metrics(*results) | sizes | rate
+
+
+def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
+    """Held-out numbers of these weights. A supervised run keeps the completions: it has no other
+    samples."""
+    assert r.programs.engine is not None and r.held_out is not None
+    with r.timer.phase("eval") as phase:
+        found, completions, scores = evaluate(
+            r.parts,
+            r.programs.engine,
+            rollout_params,
+            r.held_out,
+            r.scorer,
+            multi_turn=r.multi_turn,
+            policy_version=policy_version,
+            progress=r.progress,
+            stop=r.stop,
+        )
+        phase.tokens = int(completions.sampled_lengths.sum())
+    if r.parts.config.algo.supervised:
+        r.writer.samples(step, sample_rows(completions, scores))
+    return found
+
+
+def open_run(
+    config: RunConfig, stop: threading.Event, stack: contextlib.ExitStack
+) -> tuple[Run, TrainState, dict[str, Any]]:
+    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
+    {}."""
+    agree_on_config(config)
+    first = distributed.is_first()
+    if first:
+        check_folders(config)
+    parts = assemble(with_date(config))
+    config = parts.config
+    checkpoints = stack.enter_context(open_run_dir(config))
+    data = stack.enter_context(contextlib.closing(open_data(parts)))
+    total = total_steps(config, len(data.examples))
+    tell_total(config, len(data.examples), total)
+    warn_at_start(config, total * config.algo.updates_per_rollout)
+    held_out = (
+        load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
+    )
+    agree_on_inputs(parts, data, held_out)
+    programs = parts.programs(total * config.algo.updates_per_rollout)
+    if config.executables:
+        executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
+    scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
+    state, meta, origin = restore_or_start(parts, programs, checkpoints)
+    if meta:
+        data.set_state(meta["data"], strict=False)
+    writer = MetricsWriter(
+        config.run_dir,
+        config.metrics,
+        resume_step=meta["step"] if meta else None,
+        enabled=first,
+        run_config=to_dict(config),
+    )
+    progress = Progress(total, config.metrics.progress, start_step=meta.get("step", 0), enabled=first)
+    r = Run(
+        parts=parts,
+        programs=programs,
+        data=data,
+        held_out=held_out,
+        scorer=scorer,
+        multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
+        ref_params=parts.initial_params(origin) if config.algo.uses_reference else None,
+        origin=origin,
+        checkpoints=checkpoints,
+        writer=stack.enter_context(writer),
+        progress=stack.enter_context(progress),
+        timer=PhaseTimer(),
+        watch=Watch(config),
+        total_steps=total,
+        stop=stop,
+    )
+    return r, state, meta
+
+
+def open_data(parts: Assembly) -> PromptIterator | SftIterator:
+    """The stream of training prompts, or of supervised rows."""
+    config = parts.config
+    if config.algo.supervised:
+        key = "batch.row_tokens" if config.batch.row_tokens else "data.max_prompt_tokens"
+        longest, context = parts.longest_tokens, parts.model.config.max_positions
+        if context < longest:
+            longest, key = context, "the model's max_position_embeddings"
+        return SftIterator(config.data, parts.tokenizer, config.seed, longest, max_tokens_key=key)
+    return PromptIterator(config.data, parts.tokenizer, config.seed)
+
+
+def total_steps(config: RunConfig, rows: int) -> int:
+    """Steps of the whole run: ``steps``, or what ``data.epochs`` passes over the rows give, whichever is
+    less."""
+    if config.data.epochs is None:
+        assert config.steps is not None  # RunConfig.problems
+        return config.steps
+    there = -(-rows * config.data.epochs // config.data.prompts_per_step)
+    return there if config.steps is None else min(config.steps, there)
+
+
+def tell_total(config: RunConfig, rows: int, total: int) -> None:
+    """Where the data decides how long the run is, and its schedules with it."""
+    if config.data.epochs is None:
+        return
+    if config.steps is not None and total < config.steps:
+        logger.warning(
+            "data.epochs %d gives %d steps, fewer than steps %d; the run and its schedules have %d",
+            config.data.epochs,
+            total,
+            config.steps,
+            total,
+        )
+    prompts = config.data.prompts_per_step * (1 + config.algo.dynamic_sampling_rounds)
+    fewest = -(-rows * config.data.epochs // prompts)
+    if config.algo.dynamic_sampling and fewest < total:
+        logger.warning(
+            "algo.dynamic_sampling can use up the data after %d of %d steps; optim.schedule (%s) is laid out "
+            "for %d. steps gives the run a length that does not depend on the samples",
+            fewest,
+            total,
+            config.optim.schedule,
+            total,
+        )
+
+
+def _due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0

@@ -1,0 +1,319 @@
+"""From a configuration to what every command needs: mesh, tokenizer, model, parameters, engine.
+
+Training, evaluation, export and planning all build these here, so that they run the very same programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl.config import ConfigError
+from jaxrl.data.chat import Renderer
+from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
+from jaxrl.host import distributed
+from jaxrl.learn.learner import Learner
+from jaxrl.learn.losses import token_local
+from jaxrl.learn.optimizer import learning_rate_schedule
+from jaxrl.learn.packing import BatchShape
+from jaxrl.mesh.sharding import batch_shards, make_mesh, named, platform, rollout_mesh, shapes_with
+from jaxrl.mesh.transfer import Refresh, make_refresh
+from jaxrl.models import Model, ModelConfig, hf
+from jaxrl.rollout.config import check_context
+from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.run import ends
+from jaxrl.run.settings import RunConfig
+from jaxrl.store.checkpoint import Checkpoints
+from jaxrl.store.folders import Folder
+
+logger = logging.getLogger("jaxrl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled programs of the loop."""
+
+    learner: Learner
+    schedule: optax.Schedule
+    """Number of updates made so far -> learning rate of the next."""
+    refresh: Refresh | None
+    """None when the run samples nothing."""
+    engine: Engine | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """The parts of a run that do not change while it runs."""
+
+    config: RunConfig
+    mesh: Mesh
+    """The train view of the devices."""
+    tokenizer: Tokenizer
+    model: Model
+    folder: Path | None
+    """Hugging Face folder the model comes from; None for a model from scratch."""
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Rows to prompts, by the chat template."""
+        return Renderer(self.config.data, self.tokenizer)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion; see ``ends.stop_ids``."""
+        if isinstance(self.tokenizer, Tokenizer):
+            return ends.stop_ids(self.config, self.renderer)
+        # Planning knows no more than these of a tokenizer.
+        rollout = self.config.rollout
+        return () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
+
+    @property
+    def rollout_mesh(self) -> Mesh:
+        """The rollout view of the same devices."""
+        return rollout_mesh(self.mesh, self.config.rollout.tensor)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Longest sequence that training can meet, prompt and completion, to a multiple of 8 tokens."""
+        config = self.config
+        if config.algo.supervised:
+            longest = config.batch.row_tokens or config.data.max_prompt_tokens
+        else:
+            longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        return -(-longest // 8) * 8 if config.batch.row_tokens is None else longest
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """The static shape of the update's batch."""
+        config = self.config
+        group = 1 if config.algo.supervised else config.rollout.group_size
+        samples = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
+        rows = 1 if config.algo.supervised else config.environment.rows
+        return config.batch.shape(
+            samples * rows,
+            self.longest_tokens,
+            num_shards=batch_shards(self.mesh),
+            group_size=group,
+            completion_tokens=config.rollout.max_new_tokens,
+            # A ratio, weight or mask of a whole sequence is the whole episode's.
+            sample_sequences=1 if token_local(config.algo) else rows,
+            multiple=128 if platform(self.mesh) == "tpu" else 8,
+        )
+
+    @property
+    def vocab_limit(self) -> int:
+        """Ids from here on stand for no text: never sampled, and left out of every normalisation."""
+        return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
+
+    @property
+    def learner(self) -> Learner:
+        """The policy, fully fine-tuned."""
+        config = self.config
+        return Learner(
+            model=self.model,
+            mesh=self.mesh,
+            algo=config.algo,
+            temperature=1.0 if config.algo.supervised else config.rollout.temperature,
+            vocab_limit=self.vocab_limit,
+            moment_dtype=config.optim.moment_dtype,
+            state_memory=config.optim.state_memory,
+            seed=config.seed,
+        )
+
+    def engine(self) -> Engine:
+        """The sampling engine, sized for training and evaluation alike."""
+        config, rollout = self.config, self.config.rollout
+        prompts = config.data.prompts_per_step
+        group = config.eval.samples if config.algo.supervised else rollout.group_size
+        slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
+        mesh = self.rollout_mesh
+        return Engine(
+            dataclasses.replace(self.model, mesh=_layout_mesh(mesh)),
+            mesh,
+            slots=slots,
+            prefill_rows=min(prompts, max(1, slots // group)),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_new_tokens=config.max_new_tokens,
+            prefill_chunk_tokens=rollout.prefill_chunk_tokens,
+            steps_per_dispatch=rollout.steps_per_dispatch,
+            stop_ids=self.stop_ids,
+            vocab_limit=self.vocab_limit,
+            filters=config.eval.enabled and config.eval_sampling.filtered,
+            cache_dtype=jnp.dtype(rollout.kv_cache_dtype or config.model.compute_dtype),
+            decode_batches=rollout.decode_batches,
+            page_tokens=rollout.kv_page_tokens,
+            cache_bytes=None if rollout.kv_cache_gib is None else rollout.kv_cache_gib * 2**30,
+            share_prompts=rollout.share_prompts,
+            multi_turn=config.environment.name is not None,
+        )
+
+    def multi_turn(self, stack: ExitStack) -> MultiTurn | None:
+        """What makes completions episodes, when there is an environment; closed with ``stack``."""
+        config = self.config
+        if config.environment.name is None:
+            return None
+        parts = MultiTurn(config.environment, self.renderer, self.tokenizer, config.rewards.on_error)
+        stack.callback(parts.close)
+        return parts
+
+    def refresh(self) -> Refresh:
+        """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
+        dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
+        return make_refresh(self.model, self.rollout_mesh, dtype)
+
+    def param_shapes(self) -> Any:
+        """ShapeDtypeStructs of the training parameters, with their shardings."""
+        shardings = named(self.mesh, self.model.specs(self.mesh))
+        return shapes_with(shardings, self.model.shapes(self.config.model.param_dtype))
+
+    def programs(self, total_updates: int) -> Programs:
+        """Every program of the loop (see ``Programs``); nothing is compiled before its first use."""
+        samples = self.config.samples_completions
+        return Programs(
+            learner=self.learner,
+            schedule=learning_rate_schedule(self.config.optim, total_updates),
+            refresh=self.refresh() if samples else None,
+            engine=self.engine() if samples else None,
+        )
+
+    def origin(self) -> str | None:
+        """The checkpoint that ``init_from`` stands for now, as <folder>/checkpoints/<step>; None without."""
+        if not self.config.init_from:
+            return None
+        run_dir, step = split_checkpoint(self.config.init_from, "init_from")
+        with Checkpoints(run_dir, read_only=True) as checkpoints:
+            return f"{run_dir}/checkpoints/{_step_of(checkpoints, step)}"
+
+    def initial_params(self, origin: str | None = None) -> Any:
+        """Parameters the run starts from: ``init_from``, else the model's own, in the train view.
+
+        Args:
+            origin: the checkpoint that ``init_from`` stood for when the run began; None: the one it stands
+                for now.
+        """
+        config = self.config
+        if origin := origin or self.origin():
+            run_dir, step = split_checkpoint(origin, "init_from")
+            assert step is not None
+            logger.info("parameters from %s, step %d", run_dir, step)
+            with Checkpoints(run_dir, read_only=True) as checkpoints:
+                return checkpoints.restore_params(step, self.param_shapes())
+        if self.folder is None:
+            return self.model.init(jax.random.key(config.seed), self.mesh, config.model.param_dtype)
+        return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
+
+
+def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Assembly:
+    """Mesh, tokenizer and model of ``config``; no parameters yet.
+
+    Args:
+        mesh: instead of one over this program's devices; an abstract one will do for what needs no device.
+        weights: whether a model of the hub is downloaded with its weights.
+
+    Raises:
+        ConfigError: the mesh does not match the devices, or the model cannot be read.
+    """
+    mesh = make_mesh(config.mesh) if mesh is None else mesh
+    source = config.model
+    folder = hf.resolve(source.path, weights=weights) if source.path else None
+    tokenizer = load_tokenizer(source.tokenizer or str(folder), model=folder)
+    if folder is not None:
+        model_config = hf.load_config(folder)
+        if weights and config.init_from is None and any(folder.glob("*.safetensors")):
+            hf.check_weights(folder, model_config)  # before the data is read and programs are compiled
+    else:
+        model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
+    return _dated(join(config, mesh, tokenizer, model_config, folder))
+
+
+def _dated(parts: Assembly) -> Assembly:
+    """``parts`` whose chat templates print one date, today's if the settings name none."""
+    data, rewards = parts.config.data, parts.config.rewards
+    needed = parts.renderer.prints_date or any(term.is_model for term in rewards.terms)
+    if data.chat_template_date is None and needed:
+        today = distributed.broadcast(datetime.date.today().isoformat())
+        data = dataclasses.replace(data, chat_template_date=today)
+        return dataclasses.replace(parts, config=dataclasses.replace(parts.config, data=data))
+    if data.chat_template_date is not None and not needed:
+        logger.warning("data.chat_template_date has no effect: the chat template prints no date")
+    return parts
+
+
+def join(
+    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, model_config: ModelConfig, folder: Path | None
+) -> Assembly:
+    """The assembly of these parts. ConfigError when they do not go together."""
+    source = config.model
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {model_config.vocab_size} "
+            "(vocab_size): they do not belong together",
+            "model.tokenizer",
+        )
+    if config.samples_completions:
+        check_context(
+            model_config.max_positions,
+            config.data.max_prompt_tokens,
+            config.max_new_tokens,
+            "data.max_prompt_tokens",
+        )
+    model = Model(
+        model_config,
+        compute_dtype=source.compute_dtype,
+        remat=source.remat,
+        attention=source.attention,
+        mesh=_layout_mesh(mesh),
+    )
+    parts = Assembly(config, mesh, tokenizer, model, folder)
+    if config.algo.router_loss_coef and model_config.moe is None:
+        raise ConfigError(
+            f"{config.algo.router_loss_coef} given, but the model ({model_config.family}) has no experts to "
+            "balance; must be 0",
+            "algo.router_loss_coef",
+        )
+    # Before anything is loaded: a tensor axis that does not divide the heads, a row without room.
+    model.specs(mesh)
+    if config.samples_completions:
+        model.specs(parts.rollout_mesh, view="rollout")
+    if isinstance(tokenizer, Tokenizer):
+        ends.check(config, parts.renderer, parts.vocab_limit)
+    parts.batch_shape  # noqa: B018
+    return parts
+
+
+def _layout_mesh(mesh: Mesh) -> Mesh | None:
+    """What a model lays its activations out on: a single device needs no layout, but the kernels of a TPU are
+    found by it."""
+    return mesh if mesh.size > 1 or platform(mesh) == "tpu" else None
+
+
+def split_checkpoint(path: str, key: str) -> tuple[str, int | None]:
+    """A run's folder (local or gs://), or <folder>/checkpoints/<step>, as (folder, step or None for the
+    newest)."""
+    folder, step = Folder(path), None
+    if folder.parent.name == "checkpoints" and folder.name.isdigit():
+        folder, step = folder.parent.parent, int(folder.name)
+    if not (folder / "checkpoints").exists():
+        raise ConfigError(
+            f"{path!r}: needs the folder of a run with checkpoints in it, or one <run>/checkpoints/<step>",
+            key,
+        )
+    return folder.path, step
+
+
+def _step_of(checkpoints: Checkpoints, step: int | None) -> int:
+    step = checkpoints.latest() if step is None else step
+    if step is None:
+        raise ConfigError(f"{checkpoints.directory}: no complete checkpoint there")
+    return step
