@@ -4,12 +4,9 @@ import socket
 
 import pytest
 
-from jaxrl import evaluate
+from jaxrl import evaluate, export, report, serve, smoke, train
 from jaxrl import plan as plan_command
 from jaxrl.config import run_cli
-from jaxrl.record import report
-from jaxrl.run import export, serve, smoke
-from jaxrl.run import loop as train
 
 TINY = """\
 name: tiny

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl import evaluate, export
+from jaxrl import evaluate, export, train
 from jaxrl.config import load, run_cli
-from jaxrl.run import loop as train
 from jaxrl.run.settings import RunConfig
 from jaxrl.store.checkpoint import Checkpoints
 

@@ -9,8 +9,8 @@ from synthetic import CONFIG, compilation, config
 from jaxrl import plan
 from jaxrl.compile.tpu import compiler_missing, num_devices
 from jaxrl.config import ConfigError, run_cli
-from jaxrl.planner import command
 from jaxrl.planner import compile as compiling
+from jaxrl.planner.command import make_plan
 from jaxrl.planner.cost import Assumed
 from jaxrl.planner.page import render
 from jaxrl.planner.table import show
@@ -92,7 +92,7 @@ def test_json_and_page_hold_the_same_figures(command, tmp_path):
 
 
 def test_names_of_users_are_escaped(tmp_path):
-    made = command.make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
+    made = make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
     object.__setattr__(made, "name", "<script>")
     assert "<script>" not in render(made)
     show(made, Console(quiet=True))
