@@ -23,7 +23,7 @@ from jaxrl.rewards.scorer import Scorer
 from jaxrl.run.agreement import agree_on_config
 from jaxrl.run.evaluation import config_of_run, evaluate, run_option, sample_rows
 from jaxrl.run.settings import parse
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.store import strict_json
 
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     distributed.start()
     with contextlib.ExitStack() as stack, failing_together():
         agree_on_config(config)
-        parts = assemble(config)
+        parts = set_up(config)
         config = parts.config
         prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
         params = parts.refresh()(parts.initial_params())

@@ -23,7 +23,7 @@ from jaxrl.models.config import DTYPES
 from jaxrl.run.evaluation import config_of_run, run_option
 from jaxrl.run.export import save_tokenizer
 from jaxrl.run.settings import parse
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 
 
 def _config_of_run(options: argparse.Namespace) -> str | None:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if problem := folder_problem(output.parent):
         raise ConfigError(problem, "--output")
     distributed.start()
-    parts = assemble(dataclasses.replace(config, init_from=run))
+    parts = set_up(dataclasses.replace(config, init_from=run))
     params = parts.initial_params()
     dtype = given.dtype or config.model.param_dtype
     source = parts.folder or parts.tokenizer

@@ -4,7 +4,7 @@
 
 One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring ->
 update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
-``stages.py`` holds what happens between two arrows.
+``recipes/collect.py`` and ``recipes/stages.py`` hold what happens between two arrows.
 
 Exit codes: 0 done; 1 the run diverged, a checkpoint could not be written, or another process is gone; 2
 configuration, or processes that disagree; 3 user code; 75 interrupted and saved; 76 interrupted without a

@@ -40,7 +40,7 @@ from jaxrl.learn.packing import Sequence, pack
 from jaxrl.mesh.sharding import BATCH_AXES, put
 from jaxrl.models import ModelConfig
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, assemble
+from jaxrl.run.setup import Setup, set_up
 
 PROMPTS, GROUP, PROMPT, COMPLETION = 4, 4, 64, 128
 PEERS = {
@@ -118,7 +118,7 @@ def peak_flops(seconds: float = 1.0) -> float:
 class Programs:
     """The programs of a run, ready to be timed."""
 
-    def __init__(self, parts: Assembly):
+    def __init__(self, parts: Setup):
         self.parts, self.programs = parts, parts.programs(1)
         mesh, self.learner = parts.mesh, self.programs.learner
         self.hyper = Hyper.of(parts.config.optim, parts.config.optim.learning_rate)
@@ -214,7 +214,7 @@ def report(results: dict[str, Any]) -> None:
 
 def ours(model: str, micro_batch_tokens: int, steps: int) -> dict[str, Any]:
     """The figures of jaxrl, and what this machine and this work are."""
-    parts = assemble(config_of(model, micro_batch_tokens))
+    parts = set_up(config_of(model, micro_batch_tokens))
     programs = Programs(parts)
     peak = peak_flops()
     found = programs.measure(steps)

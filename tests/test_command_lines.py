@@ -41,9 +41,9 @@ def nothing_is_loaded(monkeypatch):
         raise Loaded
 
     for place in (
-        "run.loop.assemble",
-        "evaluate.assemble",
-        "export.assemble",
+        "run.loop.set_up",
+        "evaluate.set_up",
+        "export.set_up",
         "smoke.check",
         "models.hf.resolve",
     ):
@@ -159,11 +159,11 @@ def test_the_run_is_found_however_the_option_is_written(command, written, run, t
     """Its parameters, not fresh ones: the configuration that would be assembled starts from the run."""
     seen = []
 
-    def assemble(config):
+    def set_up(config):
         seen.append(config.init_from)
         raise Loaded
 
-    monkeypatch.setattr(f"jaxrl.{command}.assemble", assemble)
+    monkeypatch.setattr(f"jaxrl.{command}.set_up", set_up)
     words = [*(written + run).split(), f"--output={tmp_path}/out"]
     with pytest.raises(Loaded):
         run_cli(COMMANDS[command], words)
@@ -280,7 +280,7 @@ def test_an_existing_folder_is_no_place_to_export_to(run, tmp_path, refused):
 
 def test_home_is_expanded_in_options_and_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("jaxrl.run.loop.assemble", lambda config: (_ for _ in ()).throw(Loaded(config)))
+    monkeypatch.setattr("jaxrl.run.loop.set_up", lambda config: (_ for _ in ()).throw(Loaded(config)))
     (tmp_path / "base.yaml").write_text(TINY)
     (tmp_path / "mine.yaml").write_text("base: ~/base.yaml\noutput_dir: ~/runs\n")
     with pytest.raises(Loaded) as caught:

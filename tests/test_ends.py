@@ -9,7 +9,7 @@ import tokenizers
 from jaxrl.config import ConfigError
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.run.settings import parse
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 
 THINK = ["<think>", "</think>"]
 TAGS = "rewards.terms=[{name: format, args: {tags: [think]}}]"
@@ -50,7 +50,7 @@ def parts(folder, *overrides):
     scratch = "{hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
     argv = [f"model.scratch={scratch}", f"model.tokenizer={folder}", "steps=1"]
     config, _ = parse([*argv, *overrides], prog="test", description="")
-    return assemble(config)
+    return set_up(config)
 
 
 def test_stop_ids_are_the_models_the_templates_and_the_users(folders, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.run.export import save_tokenizer
 from jaxrl.run.settings import parse
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.store import hub
 
 # Two variables, today's date, and an end of turn that the fixture's generation config does not list.
@@ -40,7 +40,7 @@ def model(fixtures, tmp_path):
 def exported(model, *overrides):
     """The parts of a run, and the folder that its export makes beside the weights."""
     argv = [f"model.path={model}", "steps=1", "rewards.terms=[{name: exact_match}]", *overrides]
-    parts = assemble(parse(argv, prog="test", description="")[0])
+    parts = set_up(parse(argv, prog="test", description="")[0])
     out = model.parent / "out"
     out.mkdir()
     for name in hub.TOKENIZER_FILES:

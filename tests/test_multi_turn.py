@@ -12,11 +12,11 @@ from jaxrl import train
 from jaxrl.config import ConfigError, from_dict, run_cli
 from jaxrl.learn.losses import loss_weights, policy_loss, token_local
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
-from jaxrl.recipes import stages
+from jaxrl.recipes import collect, stages
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rewards.pool import Scores
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.types import Episode, Prompts, Rollouts, Row
 
 ROOT = Path(__file__).parent.parent
@@ -82,17 +82,17 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     assert rollouts.lengths.tolist() == [5, 7]
     assert [t.tolist() for t in rollouts.sampled] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
     scores = Scores(rewards, {"environment": rewards}, {}, [None, None])
-    collected = stages.Collected(rollouts, scores, {})
-    metrics = stages.rollout_metrics(config, collected)
+    collected = collect.Collected(rollouts, scores, {})
+    metrics = collect.rollout_metrics(config, collected)
     assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (4.5, 5)
     assert metrics["environment/tokens_mean"] == 1.5  # 3 of one episode, 0 of the other
-    sequences, _ = stages.with_advantages(config, collected, stages.sequences_of(rollouts))
+    sequences, _ = stages.with_advantages(config, collected, collect.sequences_of(rollouts))
     assert [len(s) for s in sequences] == [8, 9, 12]
     assert [s.group for s in sequences] == [0, None, 0]  # the rewritten prompt is nobody else's
     (advantages, later, other) = ([a for a in s.advantages if a] for s in sequences)
     assert len(advantages) == 3 and len(later) == 2 and set(advantages) == set(later)
     assert len(other) == 4 and max(other) < 0 < min(advantages)
-    parts = assemble(config)
+    parts = set_up(config)
     ((batch, count, computed),) = stages.minibatches(parts, sequences, 1)
     mask, weights = np.asarray(batch.loss_mask), np.asarray(batch.loss_weights)
     assert count == 1 and computed == 8 - 5 + 9 + 12 and mask.sum() == 9 and (weights[mask == 0] == 0).all()
@@ -187,18 +187,18 @@ def test_a_row_without_room_for_an_action_is_refused(batch, key):
     """Of three turns, up to three rows of 8 + 24 tokens each."""
     config = from_dict(RunConfig, {**TINY, "algo": {"name": "rloo"}, "batch": batch})
     with pytest.raises(ConfigError, match="episode of up to 3 rows") as error:
-        assemble(config)
+        set_up(config)
     assert [k for k, _ in error.value.problems] == [key]
-    assemble(from_dict(RunConfig, {**TINY, "batch": batch}))
+    set_up(from_dict(RunConfig, {**TINY, "batch": batch}))
 
 
 def test_a_failed_episode_has_no_say_in_the_mean_reward():
     rollouts = two_episodes()
     first, second = rollouts.episodes
     failed = dataclasses.replace(second, failure="timeout", reward=-9.0)
-    metrics = stages.episode_metrics(dataclasses.replace(rollouts, episodes=[first, failed]))
+    metrics = collect.episode_metrics(dataclasses.replace(rollouts, episodes=[first, failed]))
     assert metrics["environment/reward_mean"] == first.reward == 1.0 and metrics["environment/errors"] == 1
-    metrics = stages.episode_metrics(dataclasses.replace(rollouts, episodes=[failed, failed]))
+    metrics = collect.episode_metrics(dataclasses.replace(rollouts, episodes=[failed, failed]))
     assert "environment/reward_mean" not in metrics
 
 

@@ -17,7 +17,7 @@ import pytest
 from jaxrl import train
 from jaxrl.config import ConfigError, run_cli
 from jaxrl.host import preemption
-from jaxrl.recipes import stages
+from jaxrl.recipes import collect, stages
 from jaxrl.run import loop
 from jaxrl.store.checkpoint import Checkpoints
 
@@ -79,7 +79,7 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
 
         return wrapped
 
-    owner = {"_report": stages, "score": stages, "save": Checkpoints}.get(where, loop)
+    owner = {"_report": collect, "score": stages, "save": Checkpoints}.get(where, loop)
     with monkeypatch.context() as patch:
         if where == "refresh":
             check = stopping(preemption.check)

@@ -17,7 +17,7 @@ from jaxrl.rewards import model as reward
 from jaxrl.rollout.engine import Engine
 from jaxrl.run import loop
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, assemble
+from jaxrl.run.setup import Setup, set_up
 
 MODEL = """
 steps: 2
@@ -91,7 +91,7 @@ def test_lowered_programs_are_those_that_training_runs(overrides, tmp_path, monk
     source.write_text(MODEL if supervised else MODEL + SAMPLING)
     config = load(RunConfig, source, [f"output_dir={tmp_path}/runs", *overrides])[0]
     recorded, expected = [], []
-    make = Assembly.programs
+    make = Setup.programs
 
     def recording(parts, total):
         programs = make(parts, total)
@@ -106,7 +106,7 @@ def test_lowered_programs_are_those_that_training_runs(overrides, tmp_path, monk
             vars(programs.learner)[name] = Recorder(getattr(programs.learner, name), recorded)
         return programs
 
-    monkeypatch.setattr(Assembly, "programs", recording)
+    monkeypatch.setattr(Setup, "programs", recording)
     assert loop.run(config) == 0
     assert len({p.name for p in expected}) == len(expected)
     # Old and reference log-probs are one program with other weights.
@@ -157,7 +157,7 @@ def test_reward_models_are_scored_by_these_programs(fixtures, tmp_path):
     term = f"{{name: reward_model, args: {{path: {folder}}}}}"
     source.write_text(MODEL + SAMPLING.replace("{name: length, args: {target: 4}}", term))
     config = load(RunConfig, source, ["mesh.fsdp=4"])[0]
-    parts = assemble(config)
+    parts = set_up(config)
     found = list(reward_programs(parts))
     assert [p.name for p in found] == ["reward_model/64"]
     head = reward_head(folder, parts.mesh, compute_dtype="bfloat16")

@@ -11,11 +11,11 @@ import pytest
 from jaxrl.config import from_dict
 from jaxrl.learn.kl import estimate
 from jaxrl.learn.packing import Sequence
-from jaxrl.recipes import stages
+from jaxrl.recipes import collect, stages
 from jaxrl.rewards.pool import Scores
 from jaxrl.run import evaluation
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.types import Prompts, Rollouts
 
 NAN = float("nan")
@@ -55,7 +55,7 @@ def both(task, answers=None, group=2, name="arithmetic"):
     task = np.array(task, float)
     settings, found = config(group, [name]), rollouts(len(task) // group, group)
     scores = Scores(task, {name: task}, {}, answers or [None] * len(task))
-    training = stages.rollout_metrics(settings, stages.Collected(found, scores, {}))
+    training = collect.rollout_metrics(settings, collect.Collected(found, scores, {}))
     return evaluation.metrics(settings, found, scores), training
 
 
@@ -95,8 +95,8 @@ def test_the_penalty_of_a_sample_that_nobody_judged_is_not_counted():
     settings, found = config(algo={"overlong_penalty": 1.0}), rollouts(1, 2, lengths=[8, 4])
     for rewards, penalty in (([1.0, 0.0], -0.5), ([NAN, 0.0], 0.0)):  # 8 tokens are the limit, 4 are not long
         scores = Scores(np.array(rewards), {"arithmetic": np.array(rewards)}, {}, [None] * 2)
-        collected = stages.Collected(found, scores, {})
-        _, metrics = stages.with_advantages(settings, collected, stages.sequences_of(found))
+        collected = collect.Collected(found, scores, {})
+        _, metrics = stages.with_advantages(settings, collected, collect.sequences_of(found))
         assert metrics["reward/overlong_penalty"] == penalty
 
 
@@ -111,10 +111,10 @@ def with_kl(mask_truncated, reasons, estimator="k1"):
             old_log_probs=np.full(7, -1.0, np.float32),
             ref_log_probs=np.full(7, -1.0 - k, np.float32),
         )
-        for s, k in zip(stages.sequences_of(found), kl, strict=True)
+        for s, k in zip(collect.sequences_of(found), kl, strict=True)
     ]
     scores = Scores(rewards, {"arithmetic": rewards}, {}, [None] * 4)
-    _, metrics = stages.with_advantages(settings, stages.Collected(found, scores, {}), sequences)
+    _, metrics = stages.with_advantages(settings, collect.Collected(found, scores, {}), sequences)
     return kl, metrics
 
 
@@ -136,7 +136,7 @@ def test_a_shared_prompt_is_computed_once(monkeypatch, share, computed):
     data = {"source": "arithmetic", "max_prompt_tokens": 512, "prompts_per_step": 1}
     batch = {"share_prompts": share, "micro_batch_tokens": 8192}
     rollout = {"group_size": 8, "max_new_tokens": 32}
-    parts = assemble(config(8, data=data, batch=batch, rollout=rollout))
+    parts = set_up(config(8, data=data, batch=batch, rollout=rollout))
     mask = np.repeat([0.0, 1.0], [512, 32]).astype(np.float32)
     sequences = [
         Sequence(tokens=np.zeros(544, np.int32), loss_mask=mask, group=0, prompt_tokens=512) for _ in range(8)

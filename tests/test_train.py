@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.config import ConfigError, UserCodeError, load, to_yaml
 from jaxrl.run import loop
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.store.checkpoint import Checkpoints
 
 TINY = """
@@ -193,7 +193,7 @@ def test_a_run_resumed_on_another_day_renders_the_first_days_prompts(configure, 
     assert len(rows) == 16 and {row["prompt"][:11] for row in rows} == {"30 Mar 2026"}
     kept, _ = load(RunConfig, config.run_dir / "config.yaml")
     assert kept.data.chat_template_date == "2026-03-30"  # evaluation and export read it
-    assert assemble(configure("name=fresh", *dated)).config.data.chat_template_date == "2026-04-01"
+    assert set_up(configure("name=fresh", *dated)).config.data.chat_template_date == "2026-04-01"
 
 
 class StopAtStep(threading.Event):

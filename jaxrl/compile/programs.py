@@ -21,7 +21,7 @@ from jaxrl.models import hf
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.kv_cache import ROWS
 from jaxrl.rollout.sampling import SamplingArrays
-from jaxrl.run.setup import Assembly, Programs
+from jaxrl.run.setup import Programs, Setup
 from jaxrl.types import AttentionLayout, TrainBatch, TrainState
 
 PHASES = ("rollout", "rewards", "scoring", "update", "refresh")
@@ -48,7 +48,7 @@ class Program:
         return self.jitted.lower(*self.args)
 
 
-def loop_programs(parts: Assembly, programs: Programs) -> list[Program]:
+def loop_programs(parts: Setup, programs: Programs) -> list[Program]:
     """All programs of a steady-state step, evaluation included.
 
     Raises:
@@ -78,13 +78,13 @@ def loop_programs(parts: Assembly, programs: Programs) -> list[Program]:
     return found
 
 
-def state_shapes(parts: Assembly, programs: Programs) -> TrainState:
+def state_shapes(parts: Setup, programs: Programs) -> TrainState:
     """The train state as ShapeDtypeStructs with shardings."""
     learner = programs.learner
     return shapes_with(learner.shardings, jax.eval_shape(learner.init_state, parts.param_shapes()))
 
 
-def batch_shapes(parts: Assembly, *, old_log_probs: bool = False, ref_log_probs: bool = False) -> TrainBatch:
+def batch_shapes(parts: Setup, *, old_log_probs: bool = False, ref_log_probs: bool = False) -> TrainBatch:
     """An update's batch, as ``data.packing.pack`` makes it and ``stages`` puts it on the devices."""
     shape, rows = parts.batch_shape, PartitionSpec(None, BATCH_AXES)
 
@@ -153,7 +153,7 @@ def engine_programs(engine: Engine, params: Any, *, multi_turn: bool = False) ->
         yield program(f"generate/{size}", engine._generate_jit, params, state, rows, limits, trips=trips)
 
 
-def reward_programs(parts: Assembly) -> Iterator[Program]:
+def reward_programs(parts: Setup) -> Iterator[Program]:
     """The scoring of each reward model, one program for each length of rows that a conversation can need: at
     most the longest training sequence, in the policy's tokens."""
     for number, term in enumerate(parts.config.rewards.terms):

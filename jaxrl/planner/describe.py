@@ -13,7 +13,7 @@ from jaxrl.compile.programs import Program
 from jaxrl.mesh.sharding import batch_shards, platform
 from jaxrl.models import Model, ModelConfig
 from jaxrl.planner.residents import given, makes, residents
-from jaxrl.run.setup import Assembly, Programs
+from jaxrl.run.setup import Programs, Setup
 
 FILLS = ("new_state", "new_prefix", "repeat", "start")
 """Programs that fill or copy an array, left out unless every shape is asked for."""
@@ -33,7 +33,7 @@ def chosen(programs: Sequence[Mapping[str, Any]], *, every_shape: bool) -> list[
     return list(names.values())
 
 
-def describe(parts: Assembly, programs: Programs, listed: list[Program]) -> dict[str, Any]:
+def describe(parts: Setup, programs: Programs, listed: list[Program]) -> dict[str, Any]:
     """Programs, residents, sizes of the loop, for ``ledger`` and ``cost``."""
     shape, engine = parts.batch_shape, programs.engine
     facts = {
@@ -82,7 +82,7 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(x.size for x in jax.tree.leaves(Model(config).shapes()))
 
 
-def attention_flops(parts: Assembly, program: Program) -> float:
+def attention_flops(parts: Setup, program: Program) -> float:
     """FLOPs a device spends in one micro-batch in the training attention kernel, which tells the compiler
     nothing of them: two products forward, five backward, the causal half of each; forward again where the
     backward pass recomputes it. 0 where other attention is used, whose products are counted as they are."""
@@ -109,7 +109,7 @@ def _reward_config(program: Program, default: ModelConfig) -> ModelConfig:
     return default if head is None else head.model.config
 
 
-def _forward(parts: Assembly, config: ModelConfig, rows: int, length: int) -> float:
+def _forward(parts: Setup, config: ModelConfig, rows: int, length: int) -> float:
     """Forward, per device."""
     seen = sum(length / 2 if k.window is None else min(length / 2, k.window) for k in config.layers)
     mesh = parts.mesh

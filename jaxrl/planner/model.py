@@ -1,4 +1,4 @@
-"""The parts of a run that is planned: as ``assemble`` makes them, without weights and, for well-known models,
+"""The parts of a run that is planned: as ``set_up`` makes them, without weights and, for well-known models,
 without a connection."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models import ModelConfig, hf
 from jaxrl.models.shapes import known
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, assemble, join
+from jaxrl.run.setup import Setup, join, set_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +36,19 @@ def shape_of(config: RunConfig) -> ModelConfig:
     return hf.load_config(hf.resolve(path, weights=False))
 
 
-def planned(config: RunConfig, mesh: Mesh) -> tuple[Assembly, str]:
-    """The assembly over ``mesh``, and where the model's shape comes from.
+def planned(config: RunConfig, mesh: Mesh) -> tuple[Setup, str]:
+    """The setup over ``mesh``, and where the model's shape comes from.
 
     A hub name whose shape ships with jaxrl is not looked up; of another one only its config and tokenizer are
     fetched.
 
     Raises:
-        ConfigError: as ``assemble``.
+        ConfigError: as ``set_up``.
     """
     path = config.model.path
     shape = known(path) if path and not Path(path).expanduser().is_dir() else None
     if shape is None:
-        return assemble(config, mesh, weights=False), path or "model.scratch"
+        return set_up(config, mesh, weights=False), path or "model.scratch"
     tokenizer: Any = TokenizerFacts(shape.tokenizer_size, shape.stop_ids)
     if config.model.tokenizer:
         tokenizer = load_tokenizer(config.model.tokenizer)

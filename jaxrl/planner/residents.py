@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxrl.compile.programs import Program, batch_shapes, state_shapes
-from jaxrl.run.setup import Assembly, Programs
+from jaxrl.run.setup import Programs, Setup
 
 PARAMS, OPTIMIZER, REFERENCE = "parameters", "optimizer", "reference"
 ROLLOUT_PARAMS, CACHE, BATCH = "rollout parameters", "kv cache", "batch"
@@ -35,7 +35,7 @@ class Resident:
     """(what, bytes) of its largest arrays."""
 
 
-def residents(parts: Assembly, programs: Programs, listed: list[Program]) -> list[Resident]:
+def residents(parts: Setup, programs: Programs, listed: list[Program]) -> list[Resident]:
     """All that ``train`` holds on a device, or for it in its host's memory."""
     state = state_shapes(parts, programs)
     found = [_resident(PARAMS, state.params), _resident(OPTIMIZER, state.opt_state)]

@@ -5,214 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl.data.pipeline import PromptIterator, TrainingRows
+from jaxrl.data.pipeline import TrainingRows
 from jaxrl.host.distributed import to_host
-from jaxrl.host.preemption import check
 from jaxrl.learn.kl import estimate
 from jaxrl.learn.losses import loss_weights
 from jaxrl.learn.packing import PackIndex, pack, unpack
 from jaxrl.learn.packing import Sequence as TrainSequence
 from jaxrl.mesh.sharding import BATCH_AXES, put
 from jaxrl.recipes import advantages as adv
-from jaxrl.recipes.filters import keep_groups, spread
-from jaxrl.record.metrics import PhaseTimer
-from jaxrl.record.progress import Progress
-from jaxrl.rewards.pool import Scores
-from jaxrl.rewards.scorer import Scorer
-from jaxrl.rollout.episodes import MultiTurn
-from jaxrl.rollout.scheduler import rollout
-from jaxrl.run.agreement import of_prompts
+from jaxrl.recipes.collect import Collected
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, Programs
-from jaxrl.types import Rollouts, TrainBatch
+from jaxrl.run.setup import Programs, Setup
+from jaxrl.types import TrainBatch
 
 logger = logging.getLogger("jaxrl")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-    """The rollouts of one step with their scores, and what to log about them."""
-
-    rollouts: Rollouts
-    scores: Scores
-    metrics: dict[str, float]
-
-
-def collect(
-    parts: Assembly,
-    programs: Programs,
-    rollout_params: Any,
-    data: PromptIterator,
-    scorer: Scorer,
-    *,
-    multi_turn: MultiTurn | None = None,
-    step: int,
-    policy_version: int,
-    timer: PhaseTimer,
-    progress: Progress,
-    stop: threading.Event | None = None,
-) -> Collected | None:
-    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread
-    of task rewards, or the rounds are used up. None when the data has ended. Interrupted, after a
-    dispatch of the sampler, when ``stop`` is set."""
-    config, engine = parts.config, programs.engine
-    assert engine is not None  # supervised training never comes here
-    key = step_key(config.seed, step)
-    wanted = config.data.prompts_per_step
-    rounds = 1 + (config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 0)
-    kept: list[Collected] = []
-    sampled: list[Collected] = []
-    for _ in range(rounds):
-        missing = wanted - sum(len(c.rollouts.prompts) for c in kept)
-        with timer.phase("prompts"):
-            prompts = data.take_more(missing)
-        check(stop, *_counts(sampled), what=f"the prompts of step {step}", value=of_prompts(prompts))
-        if not len(prompts):
-            break
-        total = len(prompts) * config.rollout.group_size
-        with timer.phase("rollout") as phase:
-            progress.update("rollout", done=0, total=total)
-            rollouts = rollout(
-                engine,
-                rollout_params,
-                prompts,
-                group_size=config.rollout.group_size,
-                sampling=config.rollout.sampling,
-                key=key,
-                tokenizer=parts.tokenizer,
-                stop=config.rollout.stop,
-                keep_special=config.rollout.keep_special_tokens,
-                policy_version=policy_version,
-                progress=partial(_report, progress, total, stop, sampled),
-                multi_turn=multi_turn,
-            )
-            phase.tokens = int(rollouts.sampled_lengths.sum())
-        with timer.phase("rewards"):
-            progress.update("rewards")
-            scores = scorer.score(rollouts)
-        sampled.append(Collected(rollouts, scores, {}))
-        keep = (
-            keep_groups(_task(config, scores))
-            if config.algo.dynamic_sampling
-            else np.ones(len(prompts), bool)
-        )
-        if keep.any():
-            kept.append(_select(sampled[-1], np.flatnonzero(keep).tolist()))
-        if not config.algo.dynamic_sampling or sum(len(c.rollouts.prompts) for c in kept) >= wanted:
-            break
-    if not sampled:
-        return None
-    everything = _join(sampled)
-    metrics = rollout_metrics(config, everything)
-    if config.algo.dynamic_sampling:
-        metrics["algo/sampled_groups"] = len(everything.rollouts.prompts)
-        metrics["algo/kept_groups"] = sum(len(c.rollouts.prompts) for c in kept)
-    used = _join(kept) if kept else _select(everything, [])
-    return dataclasses.replace(used, metrics=metrics)
-
-
-def step_key(seed: int, step: int) -> np.ndarray:
-    """[2] uint32: names the random numbers of a step's samples."""
-    return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), np.uint32(step))))
-
-
-def _report(progress: Progress, total: int, stop, earlier: list[Collected], done: int, tokens: int) -> None:
-    progress.update("rollout", done=done, total=total, tokens=tokens)
-    samples, before = _counts(earlier)
-    check(stop, samples + done, before + tokens)
-
-
-def _counts(sampled: list[Collected]) -> tuple[int, int]:
-    """Samples and tokens of earlier rounds."""
-    rounds = [c.rollouts for c in sampled]
-    return sum(len(r) for r in rounds), sum(int(r.sampled_lengths.sum()) for r in rounds)
-
-
-def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
-    """What people watch of one step's samples, those that dynamic sampling drops included."""
-    rollouts, scores = collected.rollouts, collected.scores
-    task, lengths = _task(config, scores), rollouts.sampled_lengths
-    found = {
-        "rollout/length_mean": float(lengths.mean()),
-        "rollout/length_max": float(lengths.max()),
-        "rollout/truncated_fraction": float(rollouts.truncated.mean()),
-        "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
-        "rollout/policy_version": min(rollouts.policy_versions),
-        "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
-        "reward/errors": float(sum(scores.errors.values())),
-    }
-    if passed := judged_passes(task, config.rewards.pass_threshold):
-        found["rollout/pass_at_1"] = float(np.mean([row.mean() for row in passed.values()]))
-    if np.isfinite(scores.rewards).any():
-        found["reward/mean"] = float(np.nanmean(scores.rewards))
-        found["reward/std"] = float(np.nanstd(scores.rewards))
-    for name, part in scores.parts.items():
-        if np.isfinite(part).any():
-            found[f"reward/{name}"] = float(np.nanmean(part))
-        if np.isnan(part).any():
-            found[f"reward/{name}_abstained_fraction"] = float(np.isnan(part).mean())
-    return found | episode_metrics(rollouts)
-
-
-def judged_passes(task: np.ndarray, threshold: float) -> dict[int, np.ndarray]:
-    """Of each prompt with a judged sample, by its number: whether each judged sample passes.
-
-    Args:
-        task: [P, G] rewards of the task term; NaN = abstained.
-        threshold: the least reward that passes.
-    """
-    known = ~np.isnan(task)
-    return {int(p): task[p][known[p]] >= threshold for p in np.flatnonzero(known.any(axis=1))}
-
-
-def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Means over episodes, the environment's own metrics among them; none without an environment."""
-    episodes = rollouts.episodes
-    if not episodes:
-        return {}
-    written = (rollouts.lengths - rollouts.sampled_lengths).mean()
-    own = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-    means = {name: float(np.mean([e.metrics.get(name, 0.0) for e in episodes])) for name in own}
-    if rewards := [e.reward for e in episodes if e.failure is None]:
-        means["reward_mean"] = float(np.mean(rewards))
-    return {
-        **{f"environment/{name}": value for name, value in means.items()},
-        "environment/turns_mean": float(np.mean([e.turns for e in episodes])),
-        "environment/tokens_mean": float(written),
-        "environment/rows_mean": float(np.mean([1 + len(e.rows) for e in episodes])),
-        "environment/errors": float(sum(e.failure is not None for e in episodes)),
-        "environment/out_of_turns_fraction": float(np.mean([r == "turns" for r in rollouts.stop_reasons])),
-        "environment/seconds": float(sum(e.seconds for e in episodes)),
-    }
-
-
-def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
-    """Prompt and completion of each sample as one row of tokens, of an episode perhaps several; the policy's
-    own tokens are scored."""
-    found = []
-    for i in range(len(rollouts)):
-        for n, row in enumerate(rollouts.rows(i)):
-            before = np.zeros(len(row.prompt), np.float32)
-            found.append(
-                TrainSequence(
-                    tokens=np.concatenate([row.prompt, row.tokens]).astype(np.int32),
-                    loss_mask=np.concatenate([before, row.loss_mask]),
-                    rollout_log_probs=np.concatenate([before, row.rollout_log_probs]),
-                    group=None if n else i // rollouts.group_size,
-                    prompt_tokens=0 if n else len(row.prompt),
-                    sample=i,
-                )
-            )
-    return found
 
 
 def supervised_sequences(rows: TrainingRows) -> list[TrainSequence]:
@@ -221,7 +34,7 @@ def supervised_sequences(rows: TrainingRows) -> list[TrainSequence]:
 
 
 def score(
-    parts: Assembly, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
+    parts: Setup, programs: Programs, params: Any, ref_params: Any, sequences: list[TrainSequence]
 ) -> tuple[list[TrainSequence], int]:
     """Old and reference log-probs where the algorithm needs them, and the number of tokens that were computed
     for it."""
@@ -310,7 +123,7 @@ def _num_tokens(samples: list[list[TrainSequence]]) -> np.ndarray:
 
 
 def minibatches(
-    parts: Assembly, sequences: list[TrainSequence], step: int
+    parts: Setup, sequences: list[TrainSequence], step: int
 ) -> Iterator[tuple[TrainBatch, jax.Array, int]]:
     """The packed batch of each update of this step, on device, with its number of micro-batches and of tokens
     to compute.
@@ -338,7 +151,7 @@ def minibatches(
             yield batch, count, tokens
 
 
-def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex, int]:
+def _packed(parts: Setup, sequences: list[TrainSequence]) -> tuple[TrainBatch, jax.Array, PackIndex, int]:
     """Packed and on device: batch [M, R, T], number of real micro-batches, where each sequence lies, and the
     tokens that are computed: a prompt once in each row that shares it."""
     batch, count, index = pack(sequences, parts.batch_shape)
@@ -350,30 +163,3 @@ def _packed(parts: Assembly, sequences: list[TrainSequence]) -> tuple[TrainBatch
 def _sequence_kl(s: TrainSequence, estimator: str) -> float:
     kl = np.asarray(estimate(s.old_log_probs, s.ref_log_probs, estimator))
     return float((kl * s.loss_mask).sum())
-
-
-def _task(config: RunConfig, scores: Scores) -> np.ndarray:
-    """[P, G] raw rewards of the task term; NaN where it abstained."""
-    return scores.parts[config.rewards.task].reshape(-1, config.rollout.group_size)
-
-
-def _select(collected: Collected, groups: list[int]) -> Collected:
-    size = collected.rollouts.group_size
-    rows = np.array([p * size + g for p in groups for g in range(size)], int)
-    s = collected.scores
-    scores = Scores(
-        s.rewards[rows], {k: v[rows] for k, v in s.parts.items()}, s.errors, [s.answers[i] for i in rows]
-    )
-    return Collected(collected.rollouts.take(groups), scores, {})
-
-
-def _join(items: list[Collected]) -> Collected:
-    first, *rest = items
-    rollouts, s = first.rollouts, first.scores
-    for item in rest:
-        o = item.scores
-        rollouts = rollouts + item.rollouts
-        errors = {k: s.errors.get(k, 0) + o.errors.get(k, 0) for k in {**s.errors, **o.errors}}
-        parts = {k: np.concatenate([v, o.parts[k]]) for k, v in s.parts.items()}
-        s = Scores(np.concatenate([s.rewards, o.rewards]), parts, errors, [*s.answers, *o.answers])
-    return Collected(rollouts, s, {})

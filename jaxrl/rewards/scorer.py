@@ -9,14 +9,14 @@ import numpy as np
 
 from jaxrl.host import distributed
 from jaxrl.rewards.pool import RewardPool, Scores
-from jaxrl.run.setup import Assembly
+from jaxrl.run.setup import Setup
 from jaxrl.types import Rollouts
 
 
 class Scorer:
     """Scores rollouts with every term of ``rewards``. Close it: it owns processes."""
 
-    def __init__(self, parts: Assembly):
+    def __init__(self, parts: Setup):
         config = parts.config
         self._config = config.rewards
         self._models = {}

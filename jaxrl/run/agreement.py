@@ -29,7 +29,7 @@ from jaxrl.host import distributed
 if TYPE_CHECKING:
     from jaxrl.data.pipeline import PromptIterator, SftIterator
     from jaxrl.learn.packing import Sequence as TrainSequence
-    from jaxrl.run.setup import Assembly
+    from jaxrl.run.setup import Setup
     from jaxrl.types import Prompts
 
 MAY_DIFFER = ("metrics.progress", "metrics.prometheus_port")
@@ -62,7 +62,7 @@ def agree_on_config(config: Any) -> None:
         _require_same(dict(_settings(config)) | _versions() | _code(to_dict(config)))
 
 
-def agree_on_inputs(parts: Assembly, data: PromptIterator | SftIterator, held_out: Prompts | None) -> None:
+def agree_on_inputs(parts: Setup, data: PromptIterator | SftIterator, held_out: Prompts | None) -> None:
     """Compare tokenizer, model and data over all processes. Uses no device.
 
     Args:
@@ -229,7 +229,7 @@ def _file_checksum(path: Path) -> str:
         return "cannot be read"
 
 
-def _tokenizer(parts: Assembly) -> dict[str, str]:
+def _tokenizer(parts: Setup) -> dict[str, str]:
     tokenizer = parts.tokenizer
     ids = zlib.crc32(tokenizer.hf.backend_tokenizer.to_str().encode())
     template = zlib.crc32(json.dumps(tokenizer.hf.chat_template).encode())
@@ -240,7 +240,7 @@ def _tokenizer(parts: Assembly) -> dict[str, str]:
     }
 
 
-def _model(parts: Assembly) -> dict[str, str]:
+def _model(parts: Setup) -> dict[str, str]:
     fields = dataclasses.asdict(parts.model.config)
     found = {f"the model's {key}": repr(value) for key, value in _flat(fields)}
     for file in sorted(parts.folder.glob("*.safetensors")) if parts.folder else ():

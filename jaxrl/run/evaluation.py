@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxrl.config import ConfigError, given_path
 from jaxrl.host.preemption import check
-from jaxrl.recipes.stages import episode_metrics, judged_passes, step_key
+from jaxrl.recipes.collect import episode_metrics, judged_passes, step_key
 from jaxrl.record.progress import Progress
 from jaxrl.rewards.pool import Scores
 from jaxrl.rewards.scorer import Scorer
@@ -29,7 +29,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, split_checkpoint
+from jaxrl.run.setup import Setup, split_checkpoint
 from jaxrl.store.folders import Folder, is_remote
 from jaxrl.types import Prompts, Rollouts
 
@@ -38,7 +38,7 @@ EVAL_STREAM = 2**31
 
 
 def evaluate(
-    parts: Assembly,
+    parts: Setup,
     engine: Engine,
     rollout_params: Any,
     prompts: Prompts,

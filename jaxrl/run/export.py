@@ -13,13 +13,13 @@ import json
 from pathlib import Path
 
 from jaxrl.data.chat import Renderer
-from jaxrl.run.setup import Assembly
+from jaxrl.run.setup import Setup
 from jaxrl.store import hub
 
 GENERATION_FILE = "generation_config.json"
 
 
-def save_tokenizer(parts: Assembly, folder: Path) -> None:
+def save_tokenizer(parts: Setup, folder: Path) -> None:
     """Put the run's tokenizer into ``folder``, with the chat template and the stop ids it was trained with.
 
     Files that say the same already are taken over as they are.
@@ -60,7 +60,7 @@ def _keep_template(renderer: Renderer, folder: Path) -> None:
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _keep_stop_ids(parts: Assembly, file: Path) -> None:
+def _keep_stop_ids(parts: Setup, file: Path) -> None:
     tokenizer = parts.tokenizer
     given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     trained = list(parts.stop_ids or parts.renderer.stop_ids)

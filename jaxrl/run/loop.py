@@ -4,7 +4,7 @@
 
 One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring ->
 update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
-``stages.py`` holds what happens between two arrows.
+``recipes/collect.py`` and ``recipes/stages.py`` hold what happens between two arrows.
 
 Exit codes: 0 done; 1 the run diverged, a checkpoint could not be written, or another process is gone; 2
 configuration, or processes that disagree; 3 user code; 75 interrupted and saved; 76 interrupted without a
@@ -33,7 +33,7 @@ from jaxrl.host.preemption import INTERRUPTED, Interrupted, announced, check
 from jaxrl.learn.losses import finish_metrics
 from jaxrl.learn.optimizer import Hyper
 from jaxrl.learn.packing import Sequence
-from jaxrl.recipes import stages
+from jaxrl.recipes import collect, stages
 from jaxrl.record.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.record.progress import Progress
 from jaxrl.record.report import summary, write_report
@@ -50,7 +50,7 @@ from jaxrl.run.resume import (
     with_date,
 )
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, Programs, assemble
+from jaxrl.run.setup import Programs, Setup, set_up
 from jaxrl.run.watch import Watch, warn_at_start
 from jaxrl.store.checkpoint import Checkpoints
 from jaxrl.types import Prompts, TrainState
@@ -68,7 +68,7 @@ class Diverged(RunError):
 class Run:
     """What stays the same from step to step."""
 
-    parts: Assembly
+    parts: Setup
     programs: Programs
     data: PromptIterator | SftIterator
     held_out: Prompts | None
@@ -258,7 +258,7 @@ def gather(
             sequences = [] if rows is None else stages.supervised_sequences(rows)
         check(r.stop, what=f"the rows of step {step}", value=of_sequences(sequences))
         return (sequences, {}) if sequences else None
-    collected = stages.collect(
+    collected = collect.collect(
         r.parts,
         r.programs,
         rollout_params,
@@ -276,7 +276,7 @@ def gather(
     sampled = len(collected.rollouts.tokens), int(collected.rollouts.sampled_lengths.sum())
     check(r.stop, *sampled)
     r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
-    sequences = stages.sequences_of(collected.rollouts)
+    sequences = collect.sequences_of(collected.rollouts)
     with r.timer.phase("scoring") as phase:
         r.progress.update("scoring")
         sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
@@ -338,7 +338,7 @@ def open_run(
     first = distributed.is_first()
     if first:
         check_folders(config)
-    parts = assemble(with_date(config))
+    parts = set_up(with_date(config))
     config = parts.config
     checkpoints = stack.enter_context(open_run_dir(config))
     data = stack.enter_context(contextlib.closing(open_data(parts)))
@@ -384,7 +384,7 @@ def open_run(
     return r, state, meta
 
 
-def open_data(parts: Assembly) -> PromptIterator | SftIterator:
+def open_data(parts: Setup) -> PromptIterator | SftIterator:
     """The stream of training prompts, or of supervised rows."""
     config = parts.config
     if config.algo.supervised:

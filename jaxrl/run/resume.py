@@ -14,7 +14,7 @@ from jaxrl.config import ConfigError, folder_problem, to_dict, to_yaml
 from jaxrl.host import distributed
 from jaxrl.record.metrics import METRICS_FILE, WANDB_ID_FILE, environment, parse_line
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, Programs
+from jaxrl.run.setup import Programs, Setup
 from jaxrl.store import strict_json
 from jaxrl.store.checkpoint import Checkpoints
 from jaxrl.store.folders import Folder, is_remote
@@ -135,7 +135,7 @@ def keep_records(config: RunConfig, checkpoints: Checkpoints) -> None:
 
 
 def restore_or_start(
-    parts: Assembly, programs: Programs, checkpoints: Checkpoints
+    parts: Setup, programs: Programs, checkpoints: Checkpoints
 ) -> tuple[TrainState, dict[str, Any], str | None]:
     """The newest checkpoint's state and meta, or a fresh state and {}; and the checkpoint that ``init_from``
     stood for when the run began: a KL reference stays that one, however far that other run has come since.

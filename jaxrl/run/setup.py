@@ -53,7 +53,7 @@ class Programs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Assembly:
+class Setup:
     """The parts of a run that do not change while it runs."""
 
     config: RunConfig
@@ -214,7 +214,7 @@ class Assembly:
         return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
 
 
-def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Assembly:
+def set_up(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Setup:
     """Mesh, tokenizer and model of ``config``; no parameters yet.
 
     Args:
@@ -237,7 +237,7 @@ def assemble(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = Tru
     return _dated(join(config, mesh, tokenizer, model_config, folder))
 
 
-def _dated(parts: Assembly) -> Assembly:
+def _dated(parts: Setup) -> Setup:
     """``parts`` whose chat templates print one date, today's if the settings name none."""
     data, rewards = parts.config.data, parts.config.rewards
     needed = parts.renderer.prints_date or any(term.is_model for term in rewards.terms)
@@ -252,8 +252,8 @@ def _dated(parts: Assembly) -> Assembly:
 
 def join(
     config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, model_config: ModelConfig, folder: Path | None
-) -> Assembly:
-    """The assembly of these parts. ConfigError when they do not go together."""
+) -> Setup:
+    """The setup of these parts. ConfigError when they do not go together."""
     source = config.model
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(
@@ -275,7 +275,7 @@ def join(
         attention=source.attention,
         mesh=_layout_mesh(mesh),
     )
-    parts = Assembly(config, mesh, tokenizer, model, folder)
+    parts = Setup(config, mesh, tokenizer, model, folder)
     if config.algo.router_loss_coef and model_config.moe is None:
         raise ConfigError(
             f"{config.algo.router_loss_coef} given, but the model ({model_config.family}) has no experts to "

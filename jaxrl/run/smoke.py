@@ -39,7 +39,7 @@ from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.run import ends, shrink
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Assembly, assemble
+from jaxrl.run.setup import Setup, set_up
 from jaxrl.store.checkpoint import Checkpoints
 from jaxrl.workers.pools import PoolConfig
 
@@ -95,7 +95,7 @@ def check(config: RunConfig, folder: Path, stages: Stages) -> RunConfig:
         ConfigError, UserCodeError: what ``train`` would have raised on the slice.
     """
     with stages.stage("model, mesh") as found:
-        parts = assemble(config, _abstract_mesh(config), weights=False)
+        parts = set_up(config, _abstract_mesh(config), weights=False)
         small = shrink.small_model(parts.model.config)
         found += _describe_model(parts, small)
     if parts.folder is not None:
@@ -225,7 +225,7 @@ def _abstract_mesh(config: RunConfig) -> Mesh:
     )  # names and sizes are all that is read
 
 
-def _describe_model(parts: Assembly, small: Any) -> list[str]:
+def _describe_model(parts: Setup, small: Any) -> list[str]:
     real, mesh, few = parts.model.config, parts.config.mesh, shrink.small_mesh(parts.config.mesh)
     experts = f", {real.moe.num_experts} -> {small.moe.num_experts} experts" if real.moe else ""
     sizes = ", ".join(f"{a} {getattr(mesh, a)} -> {getattr(few, a)}" for a in AXES)
@@ -237,7 +237,7 @@ def _describe_model(parts: Assembly, small: Any) -> list[str]:
     ]
 
 
-def _check_weights(parts: Assembly, stages: Stages) -> None:
+def _check_weights(parts: Setup, stages: Stages) -> None:
     """Names and shapes of the model's tensors, from the files' headers, where they are."""
     assert parts.folder is not None
     if not any(parts.folder.glob("*.safetensors")):
@@ -248,7 +248,7 @@ def _check_weights(parts: Assembly, stages: Stages) -> None:
         found.append(f"{count} tensors, all of the names and shapes that config.json asks for")
 
 
-def _examples(parts: Assembly) -> Examples:
+def _examples(parts: Setup) -> Examples:
     """Every row of the training data, made once, as ``train`` does."""
     from jaxrl.run.loop import open_data
 
@@ -268,7 +268,7 @@ def _describe_rows(examples: Examples, few: list[Any]) -> list[str]:
     ]
 
 
-def _try_rewards(parts: Assembly, prompts: list[Any], stages: Stages) -> None:
+def _try_rewards(parts: Setup, prompts: list[Any], stages: Stages) -> None:
     """Every reward function on the reference answers and on empty completions of some rows.
 
     Raises:
@@ -302,7 +302,7 @@ def _try_rewards(parts: Assembly, prompts: list[Any], stages: Stages) -> None:
             found.append(f"{term.title}: reference answers {right}, empty text {_mean(part[1::2])}{failed}")
 
 
-def _samples(parts: Assembly, pairs: list[tuple[Any, str]]) -> tuple[Any, ...]:
+def _samples(parts: Setup, pairs: list[tuple[Any, str]]) -> tuple[Any, ...]:
     """(prompt, completion) pairs as the arguments of ``RewardPool.score``."""
     columns = dict.fromkeys(name for prompt, _ in pairs for name in prompt.example)
     return (
@@ -326,7 +326,7 @@ def _mean(values: np.ndarray) -> str:
     return f"{np.nanmean(values):.2f}" if np.isfinite(values).any() else "abstains"
 
 
-def _reference(parts: Assembly, example: Any) -> str | None:
+def _reference(parts: Setup, example: Any) -> str | None:
     """The row's own completion, if it has one."""
     config = parts.config.data
     if config.messages:
@@ -339,7 +339,7 @@ def _reference(parts: Assembly, example: Any) -> str | None:
         return None
 
 
-def _try_environment(parts: Assembly, prompts: list[Any], stages: Stages) -> None:
+def _try_environment(parts: Setup, prompts: list[Any], stages: Stages) -> None:
     """One step of the environment on some rows.
 
     Raises:
@@ -370,7 +370,7 @@ def _try_environment(parts: Assembly, prompts: list[Any], stages: Stages) -> Non
         found.append(f"a turn on {len(outcomes)} rows{lost}")
 
 
-def _write_models(config: RunConfig, parts: Assembly, small: Any, folder: Path) -> None:
+def _write_models(config: RunConfig, parts: Setup, small: Any, folder: Path) -> None:
     if parts.folder is not None:
         shrink.write_random(shrink.model_folder(folder), small, parts.folder)
     for number, term in enumerate(config.rewards.terms):

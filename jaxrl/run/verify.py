@@ -22,7 +22,7 @@ from jaxrl.host import distributed
 from jaxrl.record.metrics import METRICS_FILE, SAMPLES_FOLDER
 from jaxrl.run.resume import check_folders
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 from jaxrl.store.checkpoint import Checkpoints
 from jaxrl.store.folders import Folder
 
@@ -61,7 +61,7 @@ def verify_resume(config: RunConfig) -> int:
     folder = Path(distributed.broadcast(made))
     elsewhere = config.checkpoint.output_dir
     short = dataclasses.replace(
-        assemble(config).config,  # one date for the chat template, even at midnight
+        set_up(config).config,  # one date for the chat template, even at midnight
         output_dir=str(folder),
         resume="auto",
         eval=dataclasses.replace(config.eval, limit=min(config.eval.limit or _EVAL_ROWS, _EVAL_ROWS)),

@@ -8,7 +8,7 @@ import pytest
 from jaxrl.config import ConfigError, load
 from jaxrl.run import loop
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import assemble
+from jaxrl.run.setup import set_up
 
 CONFIG = """
 steps: 2
@@ -82,10 +82,10 @@ def test_the_tensor_size_of_the_rollout_view_changes_nothing(configure, dtype):
 def test_a_tensor_size_that_does_not_fit_is_refused_by_its_own_name(configure):
     for tensor, reason in ((3, "8 devices"), (0, "positive"), (16, "8 devices")):
         with pytest.raises(ConfigError, match=r"rollout\.tensor.*" + reason):
-            assemble(configure(f"rollout.tensor={tensor}"))
+            set_up(configure(f"rollout.tensor={tensor}"))
     heads = ["model.scratch.num_attention_heads=4", "rollout.tensor=8"]
     with pytest.raises(ConfigError, match=r"rollout\.tensor.*4 query heads"):
-        assemble(configure(*heads))
-    parts = assemble(configure("rollout.tensor=4"))
+        set_up(configure(*heads))
+    parts = set_up(configure("rollout.tensor=4"))
     assert dict(parts.rollout_mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
     assert (parts.rollout_mesh.devices.flatten() == parts.mesh.devices.flatten()).all()
