@@ -1,4 +1,4 @@
-"""What a user would write in a file of their own and name as ``algo.objective: custom_objectives.py:f``."""
+"""What a user would write in a file of their own and name as ``algo.objective: user_objectives.py:f``."""
 
 import jax
 import jax.numpy as jnp

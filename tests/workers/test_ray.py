@@ -24,9 +24,9 @@ from jaxrl.workers.pools import PoolConfig
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-HERE = pathlib.Path(__file__).parent
-USER = str(HERE / "rewards" / "user_functions.py")
-ROUGH = str(HERE / "environments" / "user_environments.py") + ":Rough"
+TESTS = pathlib.Path(__file__).parents[1]
+USER = str(TESTS / "rewards" / "user_functions.py")
+ROUGH = str(TESTS / "environments" / "user_environments.py") + ":Rough"
 RAY = str(pathlib.Path(sys.executable).with_name("ray"))
 
 
@@ -72,7 +72,7 @@ def cluster():
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", "--object-store-memory=80000000"]
     command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", f"--port={port}"]
     command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     with open(f"{folder}/log", "w") as log:
         head = subprocess.Popen(command, env=env, stdout=log, stderr=log)
@@ -167,7 +167,7 @@ where = PoolConfig(kind="ray", address={pool.address!r}, num_cpus=0.5, runtime_e
 pool = RewardPool(RewardsConfig(terms=[term], workers=1, timeout_seconds=600, pool=where))
 pool.score(["p"], ["a"], [[1]], {{}})
 """
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     command = [sys.executable, "-c", program]
     parent = subprocess.Popen(command, env=env, cwd=tmp_path / "mine", stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -224,7 +224,7 @@ from jaxrl.workers.pools import PoolConfig
 from jaxrl.workers.ray import connect
 connect(PoolConfig(kind="ray", address="127.0.0.1:{port}"), "rewards.pool")
 """
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "RAY_AUTH_MODE": "disabled"}
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent), "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
     )

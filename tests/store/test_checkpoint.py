@@ -1,5 +1,5 @@
 """Checkpoints of a small state: durability, retention, both storages, errors. The loop around them is in
-test_train."""
+test_loop."""
 
 import itertools
 import json

@@ -22,7 +22,7 @@ from jaxrl.models import Model, hf
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.recipes.presets import PRESETS
 
-CHECKPOINTS = Path(__file__).parent / "fixtures" / "hf"
+CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 FAST = {"xla_backend_optimization_level": 0}

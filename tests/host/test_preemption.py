@@ -23,7 +23,7 @@ from jaxrl.store.checkpoint import Checkpoints
 
 # Settings and helpers of the tiny run, shared with the tests of the loop.
 _spec = importlib.util.spec_from_file_location(
-    "loop_tests", pathlib.Path(__file__).with_name("test_train.py")
+    "loop_tests", pathlib.Path(__file__).parents[1] / "run" / "test_loop.py"
 )
 loop_tests = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(loop_tests)

@@ -16,7 +16,7 @@ from jaxrl.recipes.config import AlgoConfig
 from jaxrl.recipes.filters import keep_groups
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
-CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"
+CUSTOM = f"{pathlib.Path(__file__).parents[1] / 'learn' / 'user_objectives.py'}:"
 RLOO = {"advantage": "leave_one_out", "advantage_std": "none"}
 BASELINE_PP = {"advantage_std": "none", "whiten": "token", "std_epsilon": 0.0}
 

@@ -20,7 +20,7 @@ from jaxrl.recipes.config import AlgoConfig
 from jaxrl.types import TrainBatch
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
-CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"
+CUSTOM = f"{pathlib.Path(__file__).parent / 'user_objectives.py'}:"
 LENGTH = 7
 
 AGGREGATION = {

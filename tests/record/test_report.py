@@ -11,10 +11,11 @@ import pytest
 
 from jaxrl.config import ConfigError, run_cli
 from jaxrl.record.metrics import MetricsConfig, MetricsWriter
-from jaxrl.record.report import main, summary, write_report
+from jaxrl.record.report import summary, write_report
 from jaxrl.record.report.drawing import DARK, LIGHT, smooth, thin
 from jaxrl.record.report.plots import PLOTS
 from jaxrl.record.report.run import Run
+from jaxrl.report import main
 
 ALL_METRICS = """
 reward/mean reward/std reward/math reward/format reward/errors rollout/pass_at_1 rollout/length_mean

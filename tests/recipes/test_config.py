@@ -14,7 +14,7 @@ from jaxrl.recipes.config import AlgoConfig, dead_keys
 from jaxrl.recipes.presets import PRESETS
 from jaxrl.types import TrainBatch
 
-CUSTOM = f"{pathlib.Path(__file__).parent / 'custom_objectives.py'}:"
+CUSTOM = f"{pathlib.Path(__file__).parents[1] / 'learn' / 'user_objectives.py'}:"
 
 
 def load(**given):

@@ -19,7 +19,7 @@ from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
 from jaxrl.types import Episode, Prompts, Rollouts, Row
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = {
     "steps": 1,
     "model": {

@@ -15,7 +15,7 @@ from jaxrl.host import pathways
 from jaxrl.run.settings import RunConfig
 from jaxrl.store.checkpoint import Checkpoints
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 name: RUN
 output_dir: FOLDER/runs
