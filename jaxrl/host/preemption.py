@@ -23,8 +23,8 @@ from collections.abc import Iterator
 import jax
 
 from jaxrl.host import distributed
+from jaxrl.host.agreement import require_same
 from jaxrl.host.failures import leave
-from jaxrl.run.agreement import require_same
 
 logger = logging.getLogger("jaxrl")
 

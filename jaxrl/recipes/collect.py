@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.data.pipeline import PromptIterator
+from jaxrl.host.agreement import checksum
 from jaxrl.host.preemption import check
 from jaxrl.learn.packing import Sequence as TrainSequence
 from jaxrl.recipes.filters import keep_groups, spread
@@ -20,7 +21,6 @@ from jaxrl.rewards.pool import Scores
 from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.run.agreement import of_prompts
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Programs, Setup
 from jaxrl.types import Rollouts
@@ -63,7 +63,8 @@ def collect(
         missing = wanted - sum(len(c.rollouts.prompts) for c in kept)
         with timer.phase("prompts"):
             prompts = data.take_more(missing)
-        check(stop, *_counts(sampled), what=f"the prompts of step {step}", value=of_prompts(prompts))
+        value = checksum(prompts.ids, prompts.tokens)
+        check(stop, *_counts(sampled), what=f"the prompts of step {step}", value=value)
         if not len(prompts):
             break
         total = len(prompts) * config.rollout.group_size

@@ -28,6 +28,7 @@ from jaxrl.compile.programs import loop_programs
 from jaxrl.config import ConfigError, RunError, to_dict
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.host import distributed, pathways
+from jaxrl.host.agreement import checksum_of
 from jaxrl.host.failures import failing_together
 from jaxrl.host.preemption import INTERRUPTED, Interrupted, announced, check
 from jaxrl.learn.losses import finish_metrics
@@ -39,7 +40,7 @@ from jaxrl.record.progress import Progress
 from jaxrl.record.report import summary, write_report
 from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.episodes import MultiTurn
-from jaxrl.run.agreement import agree_on_config, agree_on_inputs, of_sequences
+from jaxrl.run.agreement import agree_on_config, agree_on_inputs
 from jaxrl.run.evaluation import evaluate, sample_rows
 from jaxrl.run.resume import (
     check_folders,
@@ -256,7 +257,7 @@ def gather(
         with r.timer.phase("prompts"):
             rows = next(r.data, None)
             sequences = [] if rows is None else stages.supervised_sequences(rows)
-        check(r.stop, what=f"the rows of step {step}", value=of_sequences(sequences))
+        check(r.stop, what=f"the rows of step {step}", value=checksum_of(sequences))
         return (sequences, {}) if sequences else None
     collected = collect.collect(
         r.parts,
@@ -281,7 +282,7 @@ def gather(
         r.progress.update("scoring")
         sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
     sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
-    check(r.stop, *sampled, what=f"the batch of step {step}", value=of_sequences(sequences))
+    check(r.stop, *sampled, what=f"the batch of step {step}", value=checksum_of(sequences))
     return sequences, collected.metrics | metrics
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from jaxrl.compile.compilations import Recompiled
 from jaxrl.config import ConfigError, RunError, UserCodeError, run_cli
-from jaxrl.host import distributed
+from jaxrl.host import agreement, distributed
 from jaxrl.host.preemption import check
 from jaxrl.learn.packing import Sequence
-from jaxrl.run import agreement
+from jaxrl.run.agreement import agree_on_config
 from jaxrl.run.loop import Diverged
 from jaxrl.run.settings import RunConfig
 
@@ -53,7 +53,7 @@ def test_every_difference_is_told_by_key_and_what_is_missing_too(two):
 
     two += [lambda digest: "another digest", other]
     with pytest.raises(ConfigError) as caught:
-        agreement.agree_on_config(RunConfig())
+        agree_on_config(RunConfig())
     problems = dict(caught.value.problems)
     assert set(problems) == {"seed", "version of jax", "model.scratch.only_there"}
     assert problems["seed"].startswith("7 on process 1 (host-b), but 0 on process 0 (host-a)")
@@ -64,7 +64,7 @@ def digest(two, config):
     """What this process shows of ``config`` at first."""
     seen = []
     two.append(lambda value: seen.append(value) or value)
-    agreement.agree_on_config(config)
+    agree_on_config(config)
     return seen[0]
 
 
@@ -96,6 +96,14 @@ def test_code_of_the_user_is_compared_without_importing_it(two, tmp_path, monkey
     assert digest(two, config) not in digests  # it is missing here
 
 
+def test_every_source_file_of_the_package_is_compared(two):
+    stated = []
+    two += [lambda digest: "another digest", lambda facts: stated.append(facts) or {**facts, "seed": "7"}]
+    with pytest.raises(ConfigError):
+        agree_on_config(RunConfig())
+    assert {"jaxrl/train.py", "jaxrl/run/agreement.py", "jaxrl/ops/attention.py"} <= set(stated[0])
+
+
 def test_a_checksum_sees_values_order_types_borders_and_what_is_not_there(two):
     a, b = np.array([1, 2], np.int32), np.array([3], np.int32)
     columns = [
@@ -116,15 +124,15 @@ def test_a_checksum_sees_values_order_types_borders_and_what_is_not_there(two):
     assert found[0] == agreement.checksum([a.copy(), b.copy()])
 
 
-def test_a_checksum_of_sequences_sees_every_field(two):
+def test_a_checksum_checksum_of_sees_every_field(two):
     n = np.arange(3, dtype=np.float32)
     plain = Sequence(tokens=np.arange(3, dtype=np.int32), loss_mask=n, group=0, prompt_tokens=1, sample=0)
     changes = {"tokens": np.array([0, 1, 3], np.int32), "loss_mask": n + 1, "advantages": n, "group": 1}
     changes |= {"prompt_tokens": 2, "sample": 1, "targets": np.array([0, 1, 3], np.int32)}
     changes |= {name: n for name in ("rollout_log_probs", "loss_weights", "old_log_probs", "ref_log_probs")}
     assert set(changes) == {field.name for field in dataclasses.fields(Sequence)}
-    others = [agreement.of_sequences([dataclasses.replace(plain, **{k: v})]) for k, v in changes.items()]
-    assert len({agreement.of_sequences([plain]), *others}) == 1 + len(changes)
+    others = [agreement.checksum_of([dataclasses.replace(plain, **{k: v})]) for k, v in changes.items()]
+    assert len({agreement.checksum_of([plain]), *others}) == 1 + len(changes)
 
 
 def test_a_safe_point_refuses_other_values_on_another_process(two, monkeypatch):
