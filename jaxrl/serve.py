@@ -20,7 +20,7 @@ from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.host import distributed
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, hf
 from jaxrl.rollout.config import Sampling, check_context

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.compile.tpu import CHIPS, program_cost, topology_mesh
-from jaxrl.mesh.sharding import MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import token_log_probs
 
@@ -210,13 +210,13 @@ import sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxrl.ops import token_log_probs_tpu as tpu, token_log_probs_tpu_kernels as kernels
-from jaxrl.ops.chip import chip_of
+from jaxrl.ops.chip import target_of
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.compile.tpu import topology_mesh
 
 topology, width, kernel, steps = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 mesh = topology_mesh(topology)
-chip = chip_of(mesh)
+chip = target_of(mesh)
 tpu.choose_blocks = lambda head, chip: tpu.Blocks(256, 1024)
 # The count of tokens is data: with it, the walk would not know how often the loop over pieces runs.
 kernels.each_piece = lambda body, size, used: jax.lax.fori_loop(

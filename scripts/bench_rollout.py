@@ -30,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling

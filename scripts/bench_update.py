@@ -37,8 +37,9 @@ from rich.table import Table
 from jaxrl.config import from_dict
 from jaxrl.learn.optimizer import Hyper
 from jaxrl.learn.packing import Sequence, pack
-from jaxrl.mesh.sharding import BATCH_AXES, put
+from jaxrl.mesh.sharding import put
 from jaxrl.models import ModelConfig
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Setup, set_up
 

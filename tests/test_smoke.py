@@ -14,7 +14,7 @@ import pytest
 from jaxrl import smoke
 from jaxrl.config import run_cli
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.mesh.sharding import MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 from jaxrl.models import Model, hf
 from jaxrl.run import shrink
 

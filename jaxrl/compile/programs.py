@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.learn.optimizer import Hyper
-from jaxrl.mesh.sharding import BATCH_AXES, named, shapes_with
+from jaxrl.mesh.sharding import named, shapes_with
 from jaxrl.models import hf
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.kv_cache import ROWS
 from jaxrl.rollout.sampling import SamplingArrays

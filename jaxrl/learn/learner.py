@@ -22,9 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.learn import losses, optimizer
 from jaxrl.learn.optimizer import Hyper, float32
-from jaxrl.mesh.sharding import BATCH_AXES, named
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model
 from jaxrl.models.layout import take
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import Implementation, token_log_probs
 from jaxrl.recipes.config import AlgoConfig

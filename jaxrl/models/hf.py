@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,14 +244,6 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
-
-
-def named_arrays(
-    params: Params, config: ModelConfig, dtype: str | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of each checkpoint tensor, one at a time on the host. Works for gradients as well."""
-    for t in tensors(config):
-        yield t.name, to_host(params, t, dtype)
 
 
 def to_host(params: Params, t: Tensor, dtype: str | None = None) -> np.ndarray:

@@ -17,12 +17,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, spec_for
+from jaxrl.mesh.sharding import spec_for
 from jaxrl.models import rope
 from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
 from jaxrl.models.layout import collapse, expand, take
 from jaxrl.ops.activations import activation
 from jaxrl.ops.attention import Implementation, attention
+from jaxrl.ops.axes import BATCH_AXES, FSDP, TENSOR, batch_shards
 from jaxrl.ops.decode_attention import Pages, decode_attention, ring_positions
 from jaxrl.types import AttentionLayout
 
@@ -72,7 +73,7 @@ class Context:
             w, scale = w.qvalue, w.scale.reshape(-1)
         x, out = x.reshape(*x.shape[:2], -1), w.shape[inputs:]
         # One plain matrix product is what CPUs do best, but B and T are merged only where T is whole.
-        whole = self.mesh is None or self.mesh.shape["tensor"] == 1
+        whole = self.mesh is None or self.mesh.shape[TENSOR] == 1
         rows = x.reshape(-1, x.shape[2]) if whole else x
         y = rows @ w.astype(self.dtype).reshape(x.shape[2], -1)
         return (y if scale is None else (y * scale).astype(self.dtype)).reshape(*x.shape[:2], *out)
@@ -101,19 +102,19 @@ def embed(table: jax.Array, tokens: jax.Array, dtype, mesh: Mesh | None) -> jax.
         return rows.astype(dtype)
 
     def local(table, tokens):
-        ids = jax.lax.all_gather(tokens, "fsdp", tiled=True) - jax.lax.axis_index("tensor") * len(table)
+        ids = jax.lax.all_gather(tokens, FSDP, tiled=True) - jax.lax.axis_index(TENSOR) * len(table)
         mine = (ids >= 0) & (ids < len(table))
         # In float32, as the gradients of a frequent token add up here.
         rows = table.astype(jnp.float32)[jnp.where(mine, ids, 0)]
         rows = jnp.where(mine[..., None], rows, 0).astype(dtype)
-        rows = jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
-        return jax.lax.all_to_all(rows, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        rows = jax.lax.psum_scatter(rows, TENSOR, scatter_dimension=1, tiled=True)
+        return jax.lax.all_to_all(rows, FSDP, split_axis=0, concat_axis=2, tiled=True)
 
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec("tensor", "fsdp"), PartitionSpec(BATCH_AXES)),
-        out_specs=PartitionSpec(BATCH_AXES, "tensor"),
+        in_specs=(PartitionSpec(TENSOR, FSDP), PartitionSpec(BATCH_AXES)),
+        out_specs=PartitionSpec(BATCH_AXES, TENSOR),
         check_vma=False,
     )(table, tokens)
 
@@ -150,7 +151,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 def _divides(table: jax.Array, tokens: jax.Array, mesh: Mesh) -> bool:
     """Whether ``embed`` can split its arrays evenly."""
     (v, d), (b, t) = table.shape, tokens.shape
-    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    tensor, fsdp = mesh.shape[TENSOR], mesh.shape[FSDP]
     return not (v % tensor or t % tensor or d % fsdp or b % batch_shards(mesh))
 
 

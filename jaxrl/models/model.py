@@ -17,11 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import BATCH_AXES, View, batch_shards, divisors, named, spec_for
+from jaxrl.mesh.axes import divisors
+from jaxrl.mesh.sharding import View, named, spec_for
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import SINGLE, STACKED, Decoder
 from jaxrl.models.layers import Cache
 from jaxrl.ops.attention import Implementation
+from jaxrl.ops.axes import BATCH_AXES, TENSOR, batch_shards
 from jaxrl.ops.decode_attention import Pages
 from jaxrl.types import AttentionLayout
 
@@ -64,7 +66,7 @@ class Model:
         when the tensor axis does not divide the query heads.
         """
         mesh = mesh or self.mesh
-        if mesh is not None and self.config.num_heads % mesh.shape["tensor"]:
+        if mesh is not None and self.config.num_heads % mesh.shape[TENSOR]:
             raise ConfigError(
                 f"{mesh.shape['tensor']} does not divide the model's {self.config.num_heads} query heads; "
                 f"valid are {', '.join(map(str, divisors(self.config.num_heads)))}",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxrl.mesh.sharding import platform
+from jaxrl.ops.chip import platform
 
 Implementation = Literal["reference", "chunked", "pallas"]
 SAVED = "attention"

@@ -23,7 +23,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, platform
+from jaxrl.ops.axes import BATCH_AXES, TENSOR, batch_shards
+from jaxrl.ops.chip import platform
 
 BLOCKS = (512, 384, 256, 128)
 """Queries and keys of a block, from which the one that pads a row least is taken, the largest of equals.
@@ -59,13 +60,13 @@ def splash_attention(
     if mesh is None or mesh.size == 1:
         return attend(q, k, v, segments)
     rows = BATCH_AXES if q.shape[0] % batch_shards(mesh) == 0 else None
-    split = k.shape[2] % mesh.shape["tensor"] == 0
-    queries, keys = P(rows, None, "tensor"), P(rows, None, "tensor" if split else None)
+    split = k.shape[2] % mesh.shape[TENSOR] == 0
+    queries, keys = P(rows, None, TENSOR), P(rows, None, TENSOR if split else None)
 
     def local(q, k, v, segments):
         if not split:  # the kv heads are whole on every device: take those of the device's query heads
             count = 1 if group % q.shape[2] == 0 else q.shape[2]
-            used = (lax.axis_index("tensor") * q.shape[2] + jnp.arange(count)) // group
+            used = (lax.axis_index(TENSOR) * q.shape[2] + jnp.arange(count)) // group
             k, v = jnp.take(k, used, axis=2), jnp.take(v, used, axis=2)
         return attend(q, k, v, segments)
 

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import BATCH_AXES, batch_shards
 from jaxrl.ops.activations import activation
+from jaxrl.ops.axes import BATCH_AXES, FSDP, TENSOR, batch_shards
 from jaxrl.ops.grouped_matmul import Implementation, Matrices, products
 
 
@@ -198,9 +198,9 @@ def _layout(x, down: Matrices, mesh: Mesh | None) -> _Layout:
     if mesh is None or mesh.size == 1:
         return _Layout()
     row_axes = BATCH_AXES if x.shape[0] % batch_shards(mesh) == 0 else None
-    width = "tensor" if down.values.shape[1] % mesh.shape["tensor"] == 0 else None
-    sequence = width if x.shape[1] % mesh.shape["tensor"] == 0 else None
-    scatter = "fsdp" if row_axes and x.shape[-1] % mesh.shape["fsdp"] == 0 else None
+    width = TENSOR if down.values.shape[1] % mesh.shape[TENSOR] == 0 else None
+    sequence = width if x.shape[1] % mesh.shape[TENSOR] == 0 else None
+    scatter = FSDP if row_axes and x.shape[-1] % mesh.shape[FSDP] == 0 else None
     return _Layout(row_axes, width, sequence, scatter)
 
 

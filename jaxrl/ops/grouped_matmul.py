@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxrl.mesh.sharding import platform
-from jaxrl.ops.chip import chip_of
+from jaxrl.ops.chip import platform, target_of
 
 Implementation = Literal["xla", "pallas"]
 
@@ -56,7 +55,7 @@ def products(mesh: Mesh | None, implementation: Implementation | None) -> Produc
         raise ValueError(f"implementation {implementation!r}: needs xla, pallas or None")
     from jaxrl.ops import grouped_matmul_tpu as tpu  # half a second that only TPU needs
 
-    return tpu.products(chip_of(mesh))
+    return tpu.products(target_of(mesh))
 
 
 def _whole(matrices: Matrices, dtype) -> jax.Array:

@@ -22,14 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.ops.chip import Chip
+from jaxrl.ops.chip import Target
 from jaxrl.ops.grouped_matmul import Matrices, Products
 
 TILE = 512
 """Rows that are moved at a time."""
 
 
-def products(chip: Chip) -> Products:
+def products(chip: Target) -> Products:
     """See ``grouped_matmul.products``."""
     return Products(
         functools.partial(_forward, chip=chip),
@@ -82,31 +82,31 @@ def _flipped(shape: tuple[int, ...]) -> bool:
     return shape[-1] % 128 != 0 and shape[-2] % 128 == 0
 
 
-def _forward(rows, matrices: Sequence[Matrices], sizes, *, chip: Chip):
+def _forward(rows, matrices: Sequence[Matrices], sizes, *, chip: Target):
     scales = [m.scale for m in matrices if m.scale is not None]
     return _multiply([rows], [m.values for m in matrices], scales, sizes, over=1, chip=chip)
 
 
-def _rows(grads, matrices: Sequence[Matrices], sizes, *, chip: Chip):
+def _rows(grads, matrices: Sequence[Matrices], sizes, *, chip: Target):
     (out,) = _multiply(grads, [m.values for m in matrices], [], sizes, over=2, chip=chip)
     return out
 
 
-def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax.Array]:
+def _multiply(rows, values, scales, sizes, *, over: int, chip: Target) -> list[jax.Array]:
     """Products of ``rows`` [M, W] with matrices that are summed over their axis ``over``: of one array of
     rows with each set of them, or of as many arrays as sets, added up."""
     length, width = rows[0].shape
     if _flipped(values[0].shape):
         values, over = [v.swapaxes(1, 2) for v in values], 3 - over
     columns = values[0].shape[3 - over]
-    rows = [_padded(x, chip.mxu) for x in rows]
+    rows = [_padded(x, chip.matrix_unit) for x in rows]
     itemsize, stored, count = rows[0].dtype.itemsize, values[0].dtype.itemsize, len(values)
     outs = count - len(rows) + 1
 
     def needed(tile, block):
         moved = tile * (len(rows) * width + outs * block) * itemsize + count * block * width * stored
         converted = width * block * itemsize if stored < itemsize else 0
-        return 2 * moved + converted + 8 * chip.mxu * block
+        return 2 * moved + converted + 8 * chip.matrix_unit * block
 
     padded = len(rows[0])
     tile, block = _blocks(padded, columns, needed, chip)
@@ -129,7 +129,7 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
     scale_spec = pl.BlockSpec((1, 1, block), here("group", lambda g, n: (g, 0, n)))
     size, blocks = columns * width * count, pl.cdiv(columns, block)
     results = pl.pallas_call(
-        functools.partial(_multiply_kernel, rows=len(rows), matrices=count, over=over, mxu=chip.mxu),
+        functools.partial(_multiply_kernel, rows=len(rows), matrices=count, over=over, mxu=chip.matrix_unit),
         name="grouped_matmul",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
@@ -139,7 +139,7 @@ def _multiply(rows, values, scales, sizes, *, over: int, chip: Chip) -> list[jax
         ),
         out_shape=[jax.ShapeDtypeStruct((padded, columns), rows[0].dtype)] * outs,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(padded, sizes, chip.mxu) * size,
+            flops=2 * _computed_rows(padded, sizes, chip.matrix_unit) * size,
             transcendentals=0,
             bytes_accessed=min(len(sizes), length) * size * stored
             + padded * itemsize * (blocks * len(rows) * width + outs * columns),
@@ -171,11 +171,11 @@ def _multiply_kernel(group, tile, first, end, begin, pairs, *refs, rows, matrice
         _each_piece(piece, group[pair], tile[pair] * size, first, end, size, mxu)
 
 
-def _matrices(rows, grads, sizes, *, chip: Chip):
+def _matrices(rows, grads, sizes, *, chip: Target):
     count, flip = len(grads), _flipped((rows.shape[1], grads[0].shape[1]))
     # out = transposed left . right; there are several of one of them, and the grads are those.
     left, right = (grads, [rows]) if flip else ([rows], grads)
-    left, right = [_padded(x, chip.mxu) for x in left], [_padded(x, chip.mxu) for x in right]
+    left, right = [_padded(x, chip.matrix_unit) for x in left], [_padded(x, chip.matrix_unit) for x in right]
     high, wide = left[0].shape[1], right[0].shape[1]
     length, itemsize = len(left[0]), rows.dtype.itemsize
     split_wide = wide > high
@@ -200,7 +200,7 @@ def _matrices(rows, grads, sizes, *, chip: Chip):
     moved = len(left) * high * (1 if not split_wide else blocks)
     moved += len(right) * wide * (blocks if not split_wide else 1)
     results = pl.pallas_call(
-        functools.partial(_matrices_kernel, left=len(left), count=count, mxu=chip.mxu),
+        functools.partial(_matrices_kernel, left=len(left), count=count, mxu=chip.matrix_unit),
         name="grouped_matmul_matrices",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(work),
@@ -211,7 +211,7 @@ def _matrices(rows, grads, sizes, *, chip: Chip):
         ),
         out_shape=[jax.ShapeDtypeStruct((len(sizes), high, wide), rows.dtype)] * count,
         cost_estimate=pl.CostEstimate(
-            flops=2 * _computed_rows(length, sizes, chip.mxu) * high * wide * count,
+            flops=2 * _computed_rows(length, sizes, chip.matrix_unit) * high * wide * count,
             transcendentals=0,
             bytes_accessed=(len(sizes) * high * wide * count + length * moved) * itemsize,
         ),
@@ -276,10 +276,10 @@ def _padded(x, piece: int):
     return jnp.pad(x, ((0, -len(x) % piece), (0, 0)))
 
 
-def _blocks(rows: int, columns: int, needed, chip: Chip, parts: int = 1) -> tuple[int, int]:
+def _blocks(rows: int, columns: int, needed, chip: Target, parts: int = 1) -> tuple[int, int]:
     """Rows of a tile, and of ``columns`` those of a block, at least ``parts`` of them where there are lanes
     of 128 enough: the largest that fit."""
-    tiles = [t for t in (TILE, TILE // 2, chip.mxu) if rows % t == 0]
+    tiles = [t for t in (TILE, TILE // 2, chip.matrix_unit) if rows % t == 0]
     widest = columns if parts == 1 or columns <= 128 else -(-columns // (128 * parts)) * 128
     for block in [widest] + [b for b in (2048, 1024, 512, 256, 128) if b < widest]:
         for tile in tiles:
@@ -293,7 +293,7 @@ def _computed_rows(rows: int, sizes, piece: int) -> int:
     return rows + piece * (min(len(sizes), rows) - 1)
 
 
-def _compiler(needed: int, chip: Chip, *inner: Literal["arbitrary"]) -> dict[str, Any]:
+def _compiler(needed: int, chip: Target, *inner: Literal["arbitrary"]) -> dict[str, Any]:
     """The first dimension of the grid is what the cores share."""
     params = pltpu.CompilerParams(
         dimension_semantics=("parallel", *inner), vmem_limit_bytes=max(int(1.1 * needed), 16 * 2**20)

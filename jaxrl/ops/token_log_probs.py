@@ -29,9 +29,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import platform
 from jaxrl.ops import token_log_probs_chunked as chunked
-from jaxrl.ops.chip import chip_of
+from jaxrl.ops.axes import BATCH_AXES, DATA, FSDP, TENSOR
+from jaxrl.ops.chip import platform, target_of
 from jaxrl.ops.token_log_probs_chunked import MASKED, Cotangents, Softmax, cap, dot
 
 Implementation = Literal["reference", "chunked", "pallas"]
@@ -159,7 +159,7 @@ def _passes(spec: Spec) -> Passes:
         return Passes(chunked.block_tokens, chunked.forward, chunked.backward)
     from jaxrl.ops import token_log_probs_tpu as tpu  # half a second that only TPU needs
 
-    chip = chip_of(spec.mesh)
+    chip = target_of(spec.mesh)
     return Passes(
         functools.partial(tpu.block_tokens, chip=chip),
         functools.partial(tpu.forward, chip=chip),
@@ -274,11 +274,11 @@ class Layout(NamedTuple):
 
     @property
     def d_rows(self):
-        return P(("data", "fsdp")) if self.row_axes else P()
+        return P(BATCH_AXES) if self.row_axes else P()
 
     @property
     def d_vocab(self):
-        return P(self.vocab_axes or None, "fsdp" if self.scatter_head else None)
+        return P(self.vocab_axes or None, FSDP if self.scatter_head else None)
 
 
 def make_layout(hidden, head, mesh: Mesh | None) -> Layout:
@@ -286,13 +286,13 @@ def make_layout(hidden, head, mesh: Mesh | None) -> Layout:
     if mesh is None or mesh.size == 1:
         return Layout()
     vocabulary, (rows, length, width) = head.shape[0], hidden.shape
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-    axes = ("tensor",) if vocabulary % tensor == 0 and tensor > 1 else ()
+    fsdp, tensor = mesh.shape[FSDP], mesh.shape[TENSOR]
+    axes = (TENSOR,) if vocabulary % tensor == 0 and tensor > 1 else ()
     parts = tensor if axes else 1
-    gather_tokens = rows * length // mesh.shape["data"] <= vocabulary // parts
+    gather_tokens = rows * length // mesh.shape[DATA] <= vocabulary // parts
     if fsdp > 1 and gather_tokens and vocabulary % (parts * fsdp) == 0:
-        return Layout(("data",), (*axes, "fsdp"), parts=parts * fsdp)
-    return Layout(("data", "fsdp"), axes, scatter_head=fsdp > 1 and width % fsdp == 0, parts=parts)
+        return Layout((DATA,), (*axes, FSDP), parts=parts * fsdp)
+    return Layout(BATCH_AXES, axes, scatter_head=fsdp > 1 and width % fsdp == 0, parts=parts)
 
 
 def shard_map(local, mesh, in_specs, out_specs):
@@ -317,14 +317,14 @@ def join_gradients(tokens: Tokens, d_hidden, d_head, hidden_dtype, head_dtype, l
     d_hidden = tokens.put(d_hidden).astype(hidden_dtype)
     d_head = d_head.astype(head_dtype)
     for axis in reversed(layout.vocab_axes):
-        if axis == "fsdp":  # all the rows of the axis came in, each device's own go out
+        if axis == FSDP:  # all the rows of the axis came in, each device's own go out
             d_hidden = lax.psum_scatter(d_hidden, axis, tiled=True)
         else:
             d_hidden = lax.psum(d_hidden, axis)
     row_axes = layout.row_axes
     if layout.scatter_head:
-        row_axes = ("data",)
-        d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=1, tiled=True)
+        row_axes = (DATA,)
+        d_head = lax.psum_scatter(d_head, FSDP, scatter_dimension=1, tiled=True)
     return d_hidden, lax.psum(d_head, row_axes) if row_axes else d_head
 
 

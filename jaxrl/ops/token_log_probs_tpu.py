@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl.ops.chip import Chip
+from jaxrl.ops.chip import Target
 from jaxrl.ops.token_log_probs_chunked import Cotangents, Softmax
 from jaxrl.ops.token_log_probs_tpu_kernels import (
     COLUMNS,
@@ -61,7 +61,7 @@ class Jacobian(NamedTuple):
     """[N]; 0 if elsewhere."""
 
 
-def choose_blocks(head, chip: Chip) -> Blocks:
+def choose_blocks(head, chip: Target) -> Blocks:
     """The largest that fit: the inner array is read once per outer block. In bfloat16:
 
         D      v5e, v6e (outer, inner)    v5p
@@ -89,12 +89,12 @@ def _needed_vmem(head, blocks: Blocks) -> int:
     return int(1.05 * (pipeline + 4 * width * outer + piece))
 
 
-def block_tokens(tokens: int, head, chip: Chip) -> int:
+def block_tokens(tokens: int, head, chip: Target) -> int:
     """The list of tokens is padded to a multiple of this."""
     return min(max(choose_blocks(head, chip)), _round_up(tokens, COLUMNS))
 
 
-def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool, chip: Chip):
+def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool, chip: Target):
     """-> statistics [4, N], arbitrary beyond ``count``; Jacobian if ``gradient``, else None."""
     (tokens, width), vocabulary, size = hidden.shape, len(head), hidden.dtype.itemsize
     targets = _here(targets, head)
@@ -152,7 +152,7 @@ def backward(
     softmax: Softmax,
     ct: Cotangents,
     jacobian: Jacobian | None,
-    chip: Chip,
+    chip: Target,
 ):
     """-> gradients of the hidden states [N, D] and of this part of the head [V, D]."""
     targets = _here(targets, head)
@@ -273,19 +273,19 @@ def _scalars(count, limit, vocabulary):
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in (count, vocabulary if limit is None else limit)])
 
 
-def _in_hbm(chip: Chip, *arrays):
+def _in_hbm(chip: Target, *arrays):
     """XLA would copy small operands to VMEM, without knowing how much of it the kernel takes."""
     if chip.interpret:
         return arrays
     return tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays)
 
 
-def _result(chip: Chip, shape, dtype):
+def _result(chip: Target, shape, dtype):
     """In HBM, likewise."""
     return jax.ShapeDtypeStruct(shape, dtype) if chip.interpret else pltpu.HBM(shape, dtype)
 
 
-def _compiler(chip: Chip, head) -> dict[str, Any]:
+def _compiler(chip: Target, head) -> dict[str, Any]:
     """What is not asked for is left to XLA, which moves other arrays to VMEM."""
     needed = _needed_vmem(head, choose_blocks(head, chip))
     params = pltpu.CompilerParams(

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl.mesh.sharding import divisors
+from jaxrl.mesh.axes import divisors
+from jaxrl.ops.axes import DATA, TENSOR
 from jaxrl.planner.compile import Compilation
 from jaxrl.planner.ledger import TEMPORARIES, Ledger
 from jaxrl.planner.residents import CACHE, OPTIMIZER, PARAMS, REFERENCE, ROLLOUT_PARAMS
@@ -40,7 +41,7 @@ def _all(config: RunConfig, c: Compilation, found: Ledger) -> Iterator[Change]:
     parts, mesh = worst.parts, c.facts["mesh"]
     params, optimizer, reference = (parts.get(n, 0) for n in (PARAMS, OPTIMIZER, REFERENCE))
     trained = params + optimizer + reference
-    more = [n for n in divisors(mesh["data"]) if n > 1]
+    more = [n for n in divisors(mesh[DATA]) if n > 1]
     if more:
         n = more[0]
         yield _exact(
@@ -63,8 +64,8 @@ def _all(config: RunConfig, c: Compilation, found: Ledger) -> Iterator[Change]:
 def _sampler(config: RunConfig, c: Compilation, parts: Any) -> Iterator[Change]:
     rollout, view = config.rollout, c.facts.get("rollout_mesh")
     weights, cache = parts.get(ROLLOUT_PARAMS, 0), parts.get(CACHE, 0)
-    if view and (bigger := [n for n in divisors(c.facts["devices"]) if n > view["tensor"]]):
-        saved = weights - weights * view["tensor"] // bigger[0]
+    if view and (bigger := [n for n in divisors(c.facts["devices"]) if n > view[TENSOR]]):
+        saved = weights - weights * view[TENSOR] // bigger[0]
         yield Change(
             setting=f"rollout.tensor={bigger[0]}",
             saved_bytes=saved,

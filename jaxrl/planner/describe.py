@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from jaxrl.compile.programs import Program
-from jaxrl.mesh.sharding import batch_shards, platform
 from jaxrl.models import Model, ModelConfig
+from jaxrl.ops.axes import TENSOR, batch_shards
+from jaxrl.ops.chip import platform
 from jaxrl.planner.residents import given, makes, residents
 from jaxrl.run.setup import Programs, Setup
 
@@ -120,5 +121,5 @@ def _forward(parts: Setup, config: ModelConfig, rows: int, length: int) -> float
         * seen
         * config.num_heads
         * config.head_dim
-        / (batch_shards(mesh) * mesh.shape["tensor"])
+        / (batch_shards(mesh) * mesh.shape[TENSOR])
     )

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxrl.compile.tpu.chips import GIB, Chip
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import AXES, View, divisors
+from jaxrl.mesh.axes import AXES, divisors
+from jaxrl.mesh.sharding import View
 from jaxrl.models import Model, ModelConfig
+from jaxrl.ops.chip import GIB, Chip
 from jaxrl.planner.describe import num_parameters
 from jaxrl.run.settings import RunConfig
 

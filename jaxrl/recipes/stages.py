@@ -18,7 +18,8 @@ from jaxrl.learn.kl import estimate
 from jaxrl.learn.losses import loss_weights
 from jaxrl.learn.packing import PackIndex, pack, unpack
 from jaxrl.learn.packing import Sequence as TrainSequence
-from jaxrl.mesh.sharding import BATCH_AXES, put
+from jaxrl.mesh.sharding import put
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.recipes import advantages as adv
 from jaxrl.recipes.collect import Collected
 from jaxrl.run.settings import RunConfig

@@ -25,9 +25,10 @@ from jaxrl.data.chat import Renderer
 from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.host.distributed import to_host
-from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, put
+from jaxrl.mesh.sharding import put
 from jaxrl.models import hf
 from jaxrl.models.reward_head import RewardHead, load_reward_head
+from jaxrl.ops.axes import BATCH_AXES, batch_shards
 from jaxrl.rewards.config import RewardModelArgs
 from jaxrl.types import Rollouts
 

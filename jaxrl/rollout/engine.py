@@ -22,8 +22,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import batch_shards, named, platform, put, spec_for
+from jaxrl.mesh.sharding import named, put, spec_for
 from jaxrl.models import Model
+from jaxrl.ops.axes import batch_shards
+from jaxrl.ops.chip import platform
 from jaxrl.ops.decode_attention import Implementation, Pages
 from jaxrl.ops.token_log_probs import scaled_logits
 from jaxrl.rollout.config import check_context

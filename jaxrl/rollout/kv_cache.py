@@ -17,8 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import BATCH_AXES, batch_shards, put
+from jaxrl.mesh.sharding import put
 from jaxrl.models import Model
+from jaxrl.ops.axes import BATCH_AXES, batch_shards
 from jaxrl.rollout.pages import Geometry
 
 ROWS = P(BATCH_AXES)

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import BATCH_AXES, spec_for
+from jaxrl.mesh.sharding import spec_for
+from jaxrl.ops.axes import BATCH_AXES
 
 _BLOCK = 256
 _OFF = -jnp.inf

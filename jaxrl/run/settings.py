@@ -20,7 +20,7 @@ from jaxrl.data.config import DataConfig
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.learn.optimizer import OptimConfig
 from jaxrl.learn.packing import BatchConfig
-from jaxrl.mesh.sharding import MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 from jaxrl.models.config import ModelSource
 from jaxrl.recipes.config import AlgoConfig, dead_keys
 from jaxrl.record.metrics import MetricsConfig, ProfileConfig

@@ -26,9 +26,13 @@ from jaxrl.learn.learner import Learner
 from jaxrl.learn.losses import token_local
 from jaxrl.learn.optimizer import learning_rate_schedule
 from jaxrl.learn.packing import BatchShape
-from jaxrl.mesh.sharding import batch_shards, make_mesh, named, platform, rollout_mesh, shapes_with
+from jaxrl.mesh.axes import make_mesh
+from jaxrl.mesh.roles import rollout_mesh
+from jaxrl.mesh.sharding import named, shapes_with
 from jaxrl.mesh.transfer import Refresh, make_refresh
 from jaxrl.models import Model, ModelConfig, hf
+from jaxrl.ops.axes import batch_shards
+from jaxrl.ops.chip import platform
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn

@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl.config import to_dict
 from jaxrl.data.tokenizer import listed_eos_ids
 from jaxrl.environments.config import EnvironmentConfig
-from jaxrl.mesh.sharding import AXES, MeshConfig
+from jaxrl.mesh.axes import AXES, MeshConfig
 from jaxrl.models import ModelConfig, hf
 from jaxrl.models.checkpoint_files import write_tensors
 from jaxrl.models.families import SCRATCH_KEYS

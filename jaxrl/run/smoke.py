@@ -32,7 +32,7 @@ from jaxrl.data import columns
 from jaxrl.data.pipeline import Examples, prompt_examples
 from jaxrl.environments import calls as environment_calls
 from jaxrl.environments.pool import EnvironmentPool
-from jaxrl.mesh.sharding import AXES
+from jaxrl.mesh.axes import AXES
 from jaxrl.models import hf
 from jaxrl.record.metrics import METRICS_FILE
 from jaxrl.rewards.config import RewardTerm

@@ -18,7 +18,7 @@ from jaxrl.compile.compilations import Recompiled
 from jaxrl.compile.executables import Store, lower, prepare
 from jaxrl.compile.programs import Program
 from jaxrl.config import load
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.run import loop
 from jaxrl.run.settings import RunConfig
 

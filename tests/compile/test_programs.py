@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.compile.programs import engine_programs, loop_programs, reward_programs
 from jaxrl.config import load
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model

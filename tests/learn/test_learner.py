@@ -15,7 +15,7 @@ from jaxrl.learn.learner import Learner, merge
 from jaxrl.learn.losses import finish_metrics, merge_metrics
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
-from jaxrl.mesh.sharding import make_mesh
+from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.config import AlgoConfig
 

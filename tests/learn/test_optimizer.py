@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig, learning_rate_schedule, stochastic_round
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.config import AlgoConfig
 

@@ -17,8 +17,10 @@ from jaxrl.learn.learner import Learner
 from jaxrl.learn.losses import finish_metrics
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, batch_shards, make_mesh, named, put
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named, put
 from jaxrl.models import Model, hf
+from jaxrl.ops.axes import BATCH_AXES, batch_shards
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.recipes.presets import PRESETS
 

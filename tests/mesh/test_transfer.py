@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig
 

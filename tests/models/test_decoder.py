@@ -13,6 +13,7 @@ from scipy.special import log_softmax, softmax
 
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.models.decoder import REMAT_POLICIES
+from jaxrl.models.tensors import tensors
 
 LENGTH = 24 + 16  # the longest prompt and its continuation
 
@@ -40,7 +41,7 @@ def test_gradients(checkpoint, reference):
     out = reference.outputs(checkpoint.name)
     expected = np.load(checkpoint.folder / "grads.npz")
     assert abs(out.loss - expected["loss"]) < 5e-5
-    grads = dict(hf.named_arrays(out.grads, checkpoint.model.config))
+    grads = {t.name: hf.to_host(out.grads, t) for t in tensors(checkpoint.model.config)}
     norms = {name: np.linalg.norm(g) for name, g in grads.items()}
     assert {f"norm/{name}" for name in grads} == {key for key in expected.files if key.startswith("norm/")}
     for name, norm in norms.items():

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.models.checkpoint_files import TensorFiles
 from jaxrl.store import hub

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.models import Model, ModelConfig
 from jaxrl.models.layers import add_bias, embed
+from jaxrl.ops.axes import BATCH_AXES
 
 MESHES = {"no mesh": None, "data": (8, 1, 1), "fsdp and tensor": (1, 4, 2)}
 ROUNDING = {"float32": 1e-6, "bfloat16": 2.0**-8}

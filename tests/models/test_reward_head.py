@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import ConfigError
 from jaxrl.data.config import DataConfig
-from jaxrl.mesh.sharding import MeshConfig, batch_spec, make_mesh, put
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import put
 from jaxrl.models.reward_head import load_reward_head
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.rewards.model import RewardModel
 
 
@@ -50,7 +52,10 @@ def test_reward_is_the_score_of_the_last_real_token(split, folder, score_weight,
     head, params = load_reward_head(folder, mesh)
     tokens, lengths = np.tile(c.goldens["input_ids"], (4, 1)), np.tile(c.goldens["lengths"], 4)
     if mesh is not None:
-        tokens, lengths = put(tokens, mesh, batch_spec(2)), put(lengths, mesh, batch_spec(1))
+        tokens, lengths = (
+            put(tokens, mesh, PartitionSpec(BATCH_AXES)),
+            put(lengths, mesh, PartitionSpec(BATCH_AXES)),
+        )
         q = params["blocks"]["0"]["attention"]["q"]
         assert isinstance(q.sharding, NamedSharding) and q.sharding.shard_shape(q.shape) == (3, 32, 2, 32)
     rewards = reference.jit(head.score)(params, tokens, lengths)

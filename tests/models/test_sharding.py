@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import MeshConfig, batch_spec, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
+from jaxrl.ops.axes import BATCH_AXES
 
 
 def mesh_of(data, fsdp, tensor):
@@ -35,7 +37,7 @@ def test_loss_and_gradients_are_those_of_one_device(family, split, reference):
     model = dataclasses.replace(c.model, mesh=mesh)
     params = jax.device_put(c.params, named(mesh, model.specs()))
     rows = [jnp.tile(x, (8, 1)) for x in (c.tokens, c.positions, c.segments, c.goldens["target_mask"])]
-    rows = jax.device_put(rows, NamedSharding(mesh, batch_spec(2)))
+    rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     (value, (*_, router_loss)), grads = reference.training_program(model)(params, *rows)
     np.testing.assert_allclose([value, router_loss], [expected.loss, expected.router_loss], rtol=1e-5)
     for (path, a), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected.grads), strict=True):
@@ -54,7 +56,7 @@ def test_decoding_in_the_rollout_view_is_that_of_one_device(reference):
     assert "fsdp" not in str(specs) and "tensor" in str(specs["layers"]["0"]["attention"]["q"])
     cache = jax.device_put(model.init_cache(12, 32), named(mesh, model.cache_specs()))
     rows = [jnp.tile(x, (4, 1)) for x in (c.tokens, jnp.where(c.segments > 0, c.positions, -1))]
-    rows = jax.device_put(rows, NamedSharding(mesh, batch_spec(2)))
+    rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
     hidden, cache = reference.jit(model.extend)(rollout, *rows, cache)
     hidden = np.asarray(hidden).reshape(4, 3, 24, -1) * c.mask[..., None]
     np.testing.assert_allclose(hidden, np.tile(c.goldens["hidden_states"][-1], (4, 1, 1, 1)), atol=2e-4)

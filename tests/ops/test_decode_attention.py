@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.ops.decode_attention import Pages, decode_attention
 
 B, N, K, H, PAGE, WIDTH = 6, 4, 2, 16, 16, 4

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.ops import grouped_matmul_tpu
-from jaxrl.ops.chip import Chip
+from jaxrl.ops.chip import Target
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices, products
 
@@ -92,7 +92,7 @@ def test_two_cores_and_matrices_that_tpus_keep_transposed(load):
         return p.forward(x, matrices, sizes), p.rows(dy, matrices, sizes), p.matrices(x, dy, sizes)
 
     sizes = jnp.asarray(sizes, jnp.int32)
-    pallas = grouped_matmul_tpu.products(Chip(2**25, interpret=True, cores=2))
+    pallas = grouped_matmul_tpu.products(Target(2**25, interpret=True, cores=2))
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4),
         three(pallas, sizes),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.ops.token_log_probs import IMPLEMENTATIONS, token_log_probs
 
 CASES = {

@@ -10,7 +10,8 @@ from synthetic import compilation, config
 
 from jaxrl.compile.tpu import CHIPS
 from jaxrl.config import ConfigError, load, to_dict
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model
 from jaxrl.planner import auto, command
 from jaxrl.planner.cost import Assumed

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.data.config import DataConfig
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.rewards import RewardPool, RewardsConfig, RewardTerm
 from jaxrl.rewards.model import RewardModel
 from jaxrl.types import Prompts, Rollouts

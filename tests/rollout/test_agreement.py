@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.learn.learner import Learner
-from jaxrl.mesh.sharding import make_mesh
+from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, hf
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling

@@ -12,7 +12,8 @@ import pytest
 from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.config import ConfigError
 from jaxrl.learn.learner import Learner
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling

@@ -16,7 +16,8 @@ from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.environments import EnvironmentConfig
 from jaxrl.learn.learner import Learner
-from jaxrl.mesh.sharding import MeshConfig, make_mesh, named
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.rollout.config import Sampling

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.mesh.sharding import make_mesh
+from jaxrl.mesh.axes import make_mesh
 from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling

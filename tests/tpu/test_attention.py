@@ -7,8 +7,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.compile.tpu import topology_mesh
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 from jaxrl.ops.attention import attention
+from jaxrl.ops.axes import BATCH_AXES
 
 ROWS, LENGTH = 4, 1500  # no multiple of a block
 

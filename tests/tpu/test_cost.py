@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.compile.tpu import CHIPS, TOPOLOGIES, chip_of, program_cost, topology_mesh
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 
 
 def compiled(function, mesh, *arrays, **options):

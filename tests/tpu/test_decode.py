@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 
 from jaxrl.compile.programs import engine_programs
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
-from jaxrl.mesh.sharding import MeshConfig, named
+from jaxrl.mesh.axes import MeshConfig
+from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.engine import Engine
 

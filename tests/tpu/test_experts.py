@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig
+from jaxrl.mesh.axes import MeshConfig
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.ops.experts import experts
 from jaxrl.ops.grouped_matmul import Matrices
 

@@ -11,8 +11,10 @@ from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, batch_shards, shapes_with
+from jaxrl.mesh.axes import MeshConfig
+from jaxrl.mesh.sharding import shapes_with
 from jaxrl.models import Model, ModelConfig
+from jaxrl.ops.axes import BATCH_AXES, batch_shards
 from jaxrl.recipes.config import AlgoConfig
 
 TOPOLOGY = "v5e:2x2"

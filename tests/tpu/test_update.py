@@ -22,8 +22,10 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig
-from jaxrl.mesh.sharding import BATCH_AXES, MeshConfig, shapes_with
+from jaxrl.mesh.axes import MeshConfig
+from jaxrl.mesh.sharding import shapes_with
 from jaxrl.models import Model, ModelConfig
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.recipes.config import AlgoConfig
 from jaxrl.types import TrainBatch
 

@@ -5,7 +5,6 @@ compiled = jax.jit(f).lower(*shapes_with_shardings_on_the_mesh).compile()
 cost = program_cost(compiled, CHIPS["v5e"])
 """
 
-from jaxrl.compile.tpu.chips import CHIPS, Chip
 from jaxrl.compile.tpu.cost import Collective, Cost, program_cost, program_costs
 from jaxrl.compile.tpu.topology import (
     TOPOLOGIES,
@@ -15,6 +14,7 @@ from jaxrl.compile.tpu.topology import (
     split_topology,
     topology_mesh,
 )
+from jaxrl.ops.chip import CHIPS, Chip
 
 __all__ = [
     "CHIPS",

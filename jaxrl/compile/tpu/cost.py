@@ -21,9 +21,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.compile.tpu.chips import Chip
 from jaxrl.compile.tpu.hlo import Instruction, Module, parse
 from jaxrl.compile.tpu.trips import trip_count
+from jaxrl.ops.chip import Chip
 
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier "

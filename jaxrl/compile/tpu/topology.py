@@ -10,11 +10,12 @@ import platform
 import sys
 from typing import Any
 
+from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxrl.compile.tpu.chips import CHIPS, Chip
 from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.ops.chip import CHIPS, Chip
 
 _SIZES = {
     "v4": "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8",
@@ -83,7 +84,6 @@ def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices
         raise ConfigError(missing)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from jax.experimental import topologies
 
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     sizes = [int(n) for n in topology.split(":")[1].split("x")]
