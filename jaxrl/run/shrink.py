@@ -24,6 +24,7 @@ from jaxrl.models import ModelConfig, hf
 from jaxrl.models.checkpoint_files import write_tensors
 from jaxrl.models.families import SCRATCH_KEYS
 from jaxrl.models.tensors import Tensor, tensors
+from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.record.metrics import MetricsConfig
 from jaxrl.rollout.config import RolloutConfig
 from jaxrl.run.settings import EvalConfig, RunConfig
@@ -122,7 +123,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
     """
     algo, data, rollout = config.algo, config.data, config.rollout
     mesh = small_mesh(config.mesh)
-    devices = {axis: getattr(mesh, axis) for axis in AXES}
+    shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
     prompt_tokens = -(-rows.longest_tokens // 8) * 8
     new_tokens = min(rollout.max_new_tokens, 96 if config.environment.name else 16)
     group = min(rollout.group_size, 4)
@@ -164,7 +165,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         batch=replace(
             config.batch,
             row_tokens=config.batch.row_tokens and longest,
-            micro_batch_tokens=devices["data"] * devices["fsdp"] * longest,
+            micro_batch_tokens=shards * longest,
         ),
         checkpoint=replace(config.checkpoint, every=1, output_dir=None),
         metrics=replace(
