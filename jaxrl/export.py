@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxrl.config import ConfigError, folder_problem, given_path, run_cli
 from jaxrl.host import distributed
 from jaxrl.models import hf
-from jaxrl.models.config import DTYPES
+from jaxrl.models.source import DTYPES
 from jaxrl.run.evaluation import config_of_run, run_option
 from jaxrl.run.export import save_tokenizer
 from jaxrl.run.settings import parse

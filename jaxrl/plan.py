@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jaxrl.config import ConfigError, given_file, given_path, run_cli
-from jaxrl.planner.command import assumptions, automatic, exit_code, make_plan, write
-from jaxrl.planner.compile import compile_run
+from jaxrl.planner.command import plan
 from jaxrl.planner.processes import CompilerDied
-from jaxrl.planner.progress import Progress
-from jaxrl.planner.table import show
 from jaxrl.run.settings import parse
 
 
@@ -47,28 +44,11 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=given.json == "-")
     if not console.is_terminal:
         console.width = 120
-    assumed = assumptions(config, given)
     try:
-        if given.auto:
-            return automatic(config, given, assumed, console)
-        with Progress(console) as progress:
-            updates = (config.steps or 1000) * config.algo.updates_per_rollout
-            found = compile_run(
-                config,
-                given.topology,
-                total_updates=updates,
-                every_shape=given.every_shape,
-                save=given.save,
-                processes=given.processes,
-                report=progress.report,
-            )
+        return plan(config, given, console)
     except CompilerDied as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plan = make_plan(config, found, assumed, price)
-    show(plan, console)
-    write(plan, given, console)
-    return exit_code(plan)
 
 
 def _json_file(text: str) -> str:
@@ -82,22 +62,13 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, metavar="N", help="assumed length of completions; default: the limit")
     add("--price-per-chip-hour", type=float, metavar="X", help="in any currency")
     add("--every-shape", action="store_true", help="compile every shape of a function, not the largest alone")
-    add(
-        "--auto", action="store_true", help="choose mesh, sampler view, micro-batch, remat, kv cache, offload"
-    )
+    choices = "choose mesh, sampler view, micro-batch, remat, kv cache, offload"
+    add("--auto", action="store_true", help=choices)
     add("--candidates", type=int, default=3, metavar="N", help="--auto: how many that fit to compile (3)")
-    add(
-        "--overlay",
-        metavar="FILE",
-        type=given_file,
-        help="--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)",
-    )
-    add(
-        "--save",
-        metavar="DIR",
-        type=given_path,
-        help="keep every executable there (gs:// too), for train executables=DIR",
-    )
+    overlay = "--auto: where the chosen settings go (NAME.TOPOLOGY.yaml)"
+    add("--overlay", metavar="FILE", type=given_file, help=overlay)
+    kept = "keep every executable there (gs:// too), for train executables=DIR"
+    add("--save", metavar="DIR", type=given_path, help=kept)
     add("--processes", type=int, default=2, metavar="N", help="that compile, 2 to 7 GiB of memory each (2)")
     add("--json", metavar="FILE", type=_json_file, help="write all figures; - for stdout")
     add("--page", metavar="FILE", type=given_file, help="write an HTML page with a bar for each phase")

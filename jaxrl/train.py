@@ -24,6 +24,7 @@ from jaxrl.host.failures import telling_others
 from jaxrl.host.preemption import stop_on_signal
 from jaxrl.run.loop import logger, run
 from jaxrl.run.settings import parse
+from jaxrl.run.verify import verify_resume
 
 
 def main(argv: Arguments[str]) -> int:
@@ -47,8 +48,6 @@ def main(argv: Arguments[str]) -> int:
         )
     distributed.start()
     if given.verify_resume:
-        from jaxrl.run.verify import verify_resume
-
         return verify_resume(config)
     with stop_on_signal(config.checkpoint.grace_seconds) as stop:
         return run(config, stop)

@@ -48,7 +48,7 @@ def nothing_is_loaded(monkeypatch):
         "models.hf.resolve",
     ):
         monkeypatch.setattr(f"jaxrl.{place}", refuse)
-    monkeypatch.setattr("jaxrl.plan.compile_run", refuse)
+    monkeypatch.setattr("jaxrl.planner.command.compile_run", refuse)
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ that reads it; it declares each key with ``setting``, ``required`` or ``factory`
 ``key: what was given; what is needed (where it was written)``.
 """
 
-from jaxrl.config.build import from_dict, load, to_dict, to_yaml
+from jaxrl.config.build import from_dict, load, to_yaml
 from jaxrl.config.cli import CommandLine, Parser, parse_cli, run_cli, word_or_config
 from jaxrl.config.docs import describe, markdown
 from jaxrl.config.errors import ConfigError, RunError, UserCodeError, nearest
-from jaxrl.config.fields import factory, required, setting
+from jaxrl.config.fields import factory, required, setting, to_dict
 from jaxrl.config.imports import import_by_path, mistyped
 from jaxrl.config.paths import file_problem, folder_problem, given_file, given_path, path_problem
 

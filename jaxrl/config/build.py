@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from jaxrl.config import fields
 from jaxrl.config.errors import ConfigError, join, nearest, show
-from jaxrl.config.fields import MISSING
+from jaxrl.config.fields import MISSING, to_dict
+from jaxrl.config.gin_source import read_gin
 from jaxrl.config.overrides import apply_overrides
 from jaxrl.config.paths import path_problem
 from jaxrl.config.sources import UNREADABLE, Layer, Origin, Problems, parse_value, read_file, write_yaml
@@ -62,8 +63,6 @@ def load(
     if file is not None and gin_file is None:
         layer = read_file(file, problems)
     if gin_file is not None or gin_bindings:
-        from jaxrl.config.gin_source import read_gin
-
         layer.merge(read_gin(gin_file, gin_bindings, cls, problems))
     apply_overrides(layer, overrides, implied, cls, problems)
     builder = _Builder(cls, layer.origins, layer.incomplete)
@@ -85,17 +84,6 @@ def from_dict(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
     if builder.problems or builder.lints:
         raise ConfigError(builder.problems + builder.lints)
     return instance
-
-
-def to_dict(config: Any) -> Any:
-    """The tree as plain dicts, lists and scalars, ready for JSON."""
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {name: to_dict(getattr(config, name)) for name in fields.keys_of(type(config))}
-    if isinstance(config, Mapping):
-        return {name: to_dict(value) for name, value in config.items()}
-    if isinstance(config, list | tuple):
-        return [to_dict(item) for item in config]
-    return config
 
 
 def to_yaml(config: Any) -> str:

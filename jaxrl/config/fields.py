@@ -148,3 +148,14 @@ def type_name(annotation: Any) -> str:
         fixed = kind is tuple and Ellipsis not in args
         return f"list[{', '.join(type_name(a) for a in (args if fixed else args[:1]))}]" if args else "list"
     return "any" if annotation in (Any, object) else getattr(annotation, "__name__", str(annotation))
+
+
+def to_dict(config: Any) -> Any:
+    """The tree as plain dicts, lists and scalars, ready for JSON."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {name: to_dict(getattr(config, name)) for name in keys_of(type(config))}
+    if isinstance(config, Mapping):
+        return {name: to_dict(value) for name, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_dict(item) for item in config]
+    return config

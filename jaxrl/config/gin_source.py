@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gin import config_parser
-
 from jaxrl.config import fields
 from jaxrl.config.errors import join, nearest, show
 from jaxrl.config.overrides import GIN
@@ -32,8 +30,11 @@ class _Reference:
     name: str
 
 
-class _Delegate(config_parser.ParserDelegate):
-    """Keeps macros and references as markers: a macro may be defined, or overridden, after its use."""
+class _Delegate:
+    """gin's ``ParserDelegate``, which keeps macros and references as markers.
+
+    A macro may be defined, or overridden, after its use.
+    """
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         return _Reference(scoped_configurable_name)
@@ -83,6 +84,8 @@ class _Program:
     ) -> None:
         """Statements of one file (``chain`` ends with it) or, without a chain, of one binding; ``seen`` are
         those that it may not repeat."""
+        from gin import config_parser
+
         seen = {} if seen is None else seen
         try:
             for statement in config_parser.ConfigParser(text, _Delegate()):

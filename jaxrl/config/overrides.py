@@ -142,13 +142,11 @@ def _index(holder: Any, part: str, key: str) -> int | str:
 
 def _start(annotation: Any, part: str, below: Any) -> Any:
     """What an override inside a key starts from when no file sets the key: its default, else nothing."""
-    from jaxrl.config.build import to_dict
-
     for member in fields.members(annotation):
         if fields.is_section(member) and part in fields.keys_of(member):
             default = fields.default_of(fields.keys_of(member)[part])
             if isinstance(default, list | tuple | dict):
-                return to_dict(default)
+                return fields.to_dict(default)
     return [] if any(fields.container(member) in (list, tuple) for member in fields.members(below)) else {}
 
 

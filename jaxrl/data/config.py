@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, setting
-from jaxrl.data import columns
+from jaxrl.data import columns, sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,6 @@ class DataConfig:
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:
-        from jaxrl.data import sources
-
         yield from sources.problems(self)
         for name in ("prompts_per_step", "max_prompt_tokens", "epochs", "limit"):
             value = getattr(self, name)

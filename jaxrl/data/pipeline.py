@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Prompt, Renderer, TrainingRow
 from jaxrl.data.config import DataConfig
-from jaxrl.data.sources import Rows, open_source
+from jaxrl.data.sources import Rows, Settings, open_source
 from jaxrl.data.stream import Stream
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompts
@@ -105,7 +105,7 @@ class Examples:
             ) from error.__cause__
 
 
-def _problem(made: Prompt | TrainingRow, config: DataConfig) -> tuple[str, str] | None:
+def _problem(made: Prompt | TrainingRow, config: Settings) -> tuple[str, str] | None:
     """(key, message) of a row that nothing can be sampled for or learned from."""
     if isinstance(made, Prompt):
         empty = not len(made.tokens) or not made.text

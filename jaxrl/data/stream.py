@@ -7,6 +7,7 @@ import os
 from typing import Any, Protocol
 
 import numpy as np
+from absl import flags
 
 from jaxrl.config import ConfigError, UserCodeError
 
@@ -132,8 +133,6 @@ class Stream:
         each = max(1, self._ahead // max(self._workers, 1))
         stream = items.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=each))
         if self._workers:
-            from absl import flags
-
             # grain's workers read their defaults from absl's flags, which nobody parses in our programs.
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()

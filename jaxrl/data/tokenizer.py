@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxrl.config import ConfigError
 from jaxrl.data.template_limits import limit
@@ -282,9 +284,6 @@ _CHAT_TEMPLATE = (
 
 
 def _character_backend() -> Any:
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors
-
     special = [*_SPECIAL.values(), *_ROLES]
     vocab = {token: i for i, token in enumerate([*special, *_CHARACTERS])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=_SPECIAL["unk"]))

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl.config import ConfigError, factory, setting
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.environments import calls
+from jaxrl.workers.config import PoolConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,6 @@ class EnvironmentConfig:
         if not 0 < self.timeout_seconds < math.inf:
             yield "timeout_seconds", f"{self.timeout_seconds}: needs a positive number of seconds"
         if self.name is not None:
-            from jaxrl.environments import calls
-
             try:
                 calls.load(self.name, self.args)
             except ConfigError as error:

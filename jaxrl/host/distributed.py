@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 
 from jaxrl.config import ConfigError
 from jaxrl.host import pathways
@@ -184,8 +185,6 @@ def gather(numbers: Sequence[int]) -> np.ndarray:
     own = np.array(numbers, np.uint32)
     if count() == 1:
         return own[None]
-    from jax.experimental.multihost_utils import process_allgather
-
     return np.asarray(process_allgather(own)).reshape(count(), len(own))
 
 
@@ -193,14 +192,10 @@ def to_host(array: jax.Array) -> np.ndarray:
     """The whole of a global array as numpy, on every process."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
-    from jax.experimental.multihost_utils import process_allgather
-
     return np.asarray(process_allgather(array, tiled=True))
 
 
 def barrier(name: str) -> None:
     """Wait until every process is here."""
     if count() > 1:
-        from jax.experimental.multihost_utils import sync_global_devices
-
         sync_global_devices(name)

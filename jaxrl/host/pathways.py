@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from jaxrl.config import ConfigError
 from jaxrl.store.folders import is_remote
-
-if TYPE_CHECKING:
-    from jaxrl.run.settings import RunConfig
 
 _PERSISTENCE = "ENABLE_PATHWAYS_PERSISTENCE"
 
@@ -41,23 +37,29 @@ def initialize() -> None:
     pathwaysutils.initialize()
 
 
-def problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) of what ``config`` asks for and Pathways does otherwise."""
+def problems(checkpoints: str, *, traced: bool, executables: bool) -> Iterator[tuple[str, str]]:
+    """(key, message) of what a run asks for and Pathways does otherwise.
+
+    Args:
+        checkpoints: folder of the run's checkpoints.
+        traced: ``profile.start_step`` is given.
+        executables: ``executables`` is given.
+    """
     if not is_used():
         return
-    in_bucket = is_remote(config.checkpoint_run)
+    in_bucket = is_remote(checkpoints)
     if workers_write_checkpoints() and not in_bucket:
         yield (
             "checkpoint.output_dir",
             f"{_PERSISTENCE}=1 has the TPUs' hosts write the checkpoints: needs gs://bucket/path",
         )
-    if config.profile.start_step is not None and not in_bucket:
+    if traced and not in_bucket:
         yield (
             "profile.start_step",
             "under Pathways the TPUs' hosts write the trace, beside the checkpoints: needs "
             "checkpoint.output_dir in a bucket (gs://)",
         )
-    if config.executables:
+    if executables:
         yield (
             "executables",
             "Pathways has a compilation cache of its own; leave it out with JAX_PLATFORMS=proxy",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 
 import jax
+from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from jaxrl.host import distributed
 from jaxrl.host.agreement import require_same
@@ -68,8 +69,6 @@ def announced(step: int) -> bool:
     """Whether JAX's coordination service has announced a preemption that all processes are to act on at
     ``step`` (``jax.experimental.multihost_utils.reached_preemption_sync_point``). False without that
     service."""
-    from jax.experimental.multihost_utils import reached_preemption_sync_point
-
     if not jax.distributed.is_initialized():
         return False
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxrl.config import ConfigError
 
@@ -34,8 +35,6 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path):
-        from safetensors import SafetensorError, safe_open
-
         self.folder = folder
         weight_map = _weight_map(folder)
         self._open: dict[str, Any] = {}

@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl.models import rope
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.layers import AFTER_ATTENTION, Cache, Context, Layer, RMSNorm, embed, param
-from jaxrl.models.moe import largest_load, router_loss
+from jaxrl.models.config import LayerKind, ModelConfig
+from jaxrl.models.layers import AFTER_ATTENTION, Attention, Cache, Context, Mlp, RMSNorm, embed, param
+from jaxrl.models.moe import Moe, largest_load, router_loss
 from jaxrl.ops.attention import SAVED, Implementation
 from jaxrl.ops.decode_attention import Pages
 from jaxrl.types import AttentionLayout
@@ -47,6 +47,40 @@ REMAT_POLICIES = {
 def in_order(layers: Any) -> list[tuple[str, Any]]:
     """Items of a dict whose keys are numbers, by number: flax orders them as strings, "10" before "2"."""
     return sorted(layers.items(), key=lambda item: int(item[0]))
+
+
+class Layer(nnx.Module):
+    """One decoder layer: attention, then MLP or experts, each with a norm before it (and after it for
+    Gemma)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+        def norm():
+            return RMSNorm(config, (config.hidden_size,), (None,), dtype=dtype)
+
+        self.sandwich = config.sandwich_norms
+        self.attention_norm = norm()
+        self.attention = Attention(config, rngs=rngs, dtype=dtype)
+        self.mlp_norm = norm()
+        self.mlp = (Moe if config.moe else Mlp)(config, rngs=rngs, dtype=dtype)
+        if self.sandwich:
+            self.post_attention_norm = norm()
+            self.post_mlp_norm = norm()
+
+    def __call__(
+        self, x: jax.Array, kind: LayerKind, context: Context, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, jax.Array] | None]:
+        """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without
+        experts)."""
+
+        def split(y):
+            return context.constrain(y, "batch", "sequence", None)
+
+        y, cache = self.attention(self.attention_norm(x), kind, context, cache)
+        y = split(y)
+        x = checkpoint_name(x + (self.post_attention_norm(y) if self.sandwich else y), AFTER_ATTENTION)
+        y, router = self.mlp(self.mlp_norm(x), context)
+        y = split(y)
+        return x + (self.post_mlp_norm(y) if self.sandwich else y), cache, router
 
 
 class Decoder(nnx.Module):

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.mesh.sharding import spec_for
 from jaxrl.models import rope
-from jaxrl.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxrl.models.config import LayerKind, ModelConfig
 from jaxrl.models.layout import collapse, expand, take
+from jaxrl.models.rope import RopeConfig
 from jaxrl.ops.activations import activation
 from jaxrl.ops.attention import Implementation, attention
 from jaxrl.ops.axes import BATCH_AXES, FSDP, TENSOR, batch_shards
@@ -282,39 +282,3 @@ class Mlp(nnx.Module):
         x = context.constrain(x, "batch", None, None)
         hidden = activation(self.activation, context.project(x, self.gate)) * context.project(x, self.up)
         return context.project(context.constrain(hidden, "batch", None, "mlp"), self.down), None
-
-
-class Layer(nnx.Module):
-    """One decoder layer: attention, then MLP or experts, each with a norm before it (and after it for
-    Gemma)."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype):
-        from jaxrl.models.moe import Moe
-
-        def norm():
-            return RMSNorm(config, (config.hidden_size,), (None,), dtype=dtype)
-
-        self.sandwich = config.sandwich_norms
-        self.attention_norm = norm()
-        self.attention = Attention(config, rngs=rngs, dtype=dtype)
-        self.mlp_norm = norm()
-        self.mlp = (Moe if config.moe else Mlp)(config, rngs=rngs, dtype=dtype)
-        if self.sandwich:
-            self.post_attention_norm = norm()
-            self.post_mlp_norm = norm()
-
-    def __call__(
-        self, x: jax.Array, kind: LayerKind, context: Context, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, jax.Array] | None]:
-        """[B, T, D] -> [B, T, D], the extended cache, and the router's statistics (``moe.py``; None without
-        experts)."""
-
-        def split(y):
-            return context.constrain(y, "batch", "sequence", None)
-
-        y, cache = self.attention(self.attention_norm(x), kind, context, cache)
-        y = split(y)
-        x = checkpoint_name(x + (self.post_attention_norm(y) if self.sandwich else y), AFTER_ATTENTION)
-        y, router = self.mlp(self.mlp_norm(x), context)
-        y = split(y)
-        return x + (self.post_mlp_norm(y) if self.sandwich else y), cache, router

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxrl.models.config import ModelConfig, MoeConfig
 from jaxrl.models.layers import Context, param
 from jaxrl.ops.experts import experts
-from jaxrl.ops.grouped_matmul import Matrices
+from jaxrl.ops.matrices import Matrices
 
 
 class Moe(nnx.Module):

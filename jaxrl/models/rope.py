@@ -3,13 +3,25 @@ checkpoints."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.config import RopeConfig
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: base ``theta`` and how its frequencies are stretched."""
+
+    theta: float
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:

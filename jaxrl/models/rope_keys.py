@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.config import nearest
-from jaxrl.models.config import RopeConfig
-
-if TYPE_CHECKING:
-    from jaxrl.models.families import Reader
+from jaxrl.models.reader import Reader
+from jaxrl.models.rope import RopeConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH = "original_max_position_embeddings"

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.ops.activations import activation
 from jaxrl.ops.axes import BATCH_AXES, FSDP, TENSOR, batch_shards
-from jaxrl.ops.grouped_matmul import Implementation, Matrices, products
+from jaxrl.ops.grouped_matmul import Implementation, products
+from jaxrl.ops.matrices import Matrices
 
 
 class Spec(NamedTuple):

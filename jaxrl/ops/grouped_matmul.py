@@ -15,8 +15,7 @@ kernels of our own (``pallas``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +23,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxrl.ops.chip import platform, target_of
+from jaxrl.ops.matrices import Matrices, Products
 
 Implementation = Literal["xla", "pallas"]
-
-
-class Matrices(NamedTuple):
-    """One matrix for each group."""
-
-    values: jax.Array
-    """[E, K, N]: floats, or int8 that ``scale`` multiplies."""
-    scale: jax.Array | None = None
-    """[E, 1, N] float32."""
-
-
-class Products(NamedTuple):
-    """The three of the module's text on one device's arrays."""
-
-    forward: Callable[[jax.Array, Sequence[Matrices], jax.Array], list[jax.Array]]
-    rows: Callable[[Sequence[jax.Array], Sequence[Matrices], jax.Array], jax.Array]
-    matrices: Callable[[jax.Array, Sequence[jax.Array], jax.Array], list[jax.Array]]
 
 
 def products(mesh: Mesh | None, implementation: Implementation | None) -> Products:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl.ops.chip import Target
-from jaxrl.ops.grouped_matmul import Matrices, Products
+from jaxrl.ops.matrices import Matrices, Products
 
 TILE = 512
 """Rows that are moved at a time."""

@@ -1,7 +1,4 @@
-"""python -m jaxrl.plan --config configs/x.yaml --topology v5e:4x4 [key=value ...]
-
-Exit codes: 0 it fits; 4 it does not; 1 the compiler failed for another reason; 2 configuration.
-"""
+"""What ``python -m jaxrl.plan`` does with its arguments: compile, add up, show and write."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from rich.console import Console
 from jaxrl.config import ConfigError, load, to_dict
 from jaxrl.planner import auto
 from jaxrl.planner.advice import changes
-from jaxrl.planner.compile import Compilation
+from jaxrl.planner.compile import Compilation, compile_run
 from jaxrl.planner.cost import Assumed, estimate
 from jaxrl.planner.ledger import ledger
 from jaxrl.planner.page import render
@@ -23,6 +20,32 @@ from jaxrl.run.settings import RunConfig
 from jaxrl.store import strict_json
 
 DOES_NOT_FIT = 4
+
+
+def plan(config: RunConfig, given: argparse.Namespace, console: Console) -> int:
+    """Plan the run, or with ``--auto`` search for settings. Returns the exit code.
+
+    Raises:
+        ConfigError: the run cannot be put together.
+        CompilerDied: see ``processes.py``.
+    """
+    assumed = assumptions(config, given)
+    if given.auto:
+        return automatic(config, given, assumed, console)
+    with Progress(console) as progress:
+        found = compile_run(
+            config,
+            given.topology,
+            total_updates=(config.steps or 1000) * config.algo.updates_per_rollout,
+            every_shape=given.every_shape,
+            save=given.save,
+            processes=given.processes,
+            report=progress.report,
+        )
+    planned = make_plan(config, found, assumed, given.price_per_chip_hour)
+    show(planned, console)
+    write(planned, given, console)
+    return exit_code(planned)
 
 
 def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, console: Console) -> int:
@@ -77,7 +100,7 @@ def make_plan(config: RunConfig, found: Compilation, assumed: Assumed, price: fl
 
 
 def exit_code(plan: Plan) -> int:
-    """See the module."""
+    """0: it fits; 4: it does not; 1: the compiler failed for another reason."""
     if plan.compilation.failed:
         return 1
     return 0 if plan.ledger.fits else DOES_NOT_FIT

@@ -11,6 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
 PLAIN_SECONDS = 30.0
 """A phase that takes longer says so in a plain log this often."""
 
@@ -74,10 +81,6 @@ class Progress:
         self._live: Any = None
         self._handlers: list[tuple[logging.StreamHandler, Any]] = []
         if self._mode == "rich":
-            from rich.console import Console
-            from rich.live import Live
-            from rich.spinner import Spinner
-
             self._spinner = Spinner("dots", style="cyan")
             console = Console(file=self._stream, highlight=False)
             self._live = Live(
@@ -168,8 +171,6 @@ class Progress:
         if self._mode == "plain":
             self._write("  ".join([head, *(f"{label} {value}" for label, value in shown)]))
         elif self._live:
-            from rich.text import Text
-
             line = Text(head, style="bold")
             for label, value in shown:
                 line.append(f"  {label} ", style="dim not bold").append(value, style="not bold")
@@ -177,9 +178,6 @@ class Progress:
 
     def _render(self) -> Any:
         """The live line: a bar of the run, time left, and what the current step is doing."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
         steps = f"{self._step}/{self._total}"
         eta = self.eta()
         bar = ProgressBar(self._total, self._step, width=28, complete_style="cyan", finished_style="green")

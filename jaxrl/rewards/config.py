@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, from_dict, nearest, required, setting
 from jaxrl.rewards import calls
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 
 REWARD_MODEL = "reward_model"
 """The term that a model scores, on device; the training loop hands the pool its part."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxrl.config import ConfigError
 from jaxrl.rewards import calls, worker
-from jaxrl.workers.pools import PoolConfig, open_workers
+from jaxrl.workers.config import PoolConfig
+from jaxrl.workers.pools import open_workers
 
 Result = tuple[int, list[int], calls.Outcome]
 """(term, places in the batch, what the call gave)"""

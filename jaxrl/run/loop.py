@@ -100,7 +100,8 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
         Recompiled: with ``metrics.compilations`` "error", a program was compiled after the first step.
         Diverged: ``algo.max_consecutive_skipped`` updates in a row had a non-finite gradient.
     """
-    if found := list(pathways.problems(config)):
+    asked = {"traced": config.profile.start_step is not None, "executables": bool(config.executables)}
+    if found := list(pathways.problems(config.checkpoint_run, **asked)):
         raise ConfigError(found)
     with contextlib.ExitStack() as stack:
         with failing_together():

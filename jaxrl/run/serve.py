@@ -1,57 +1,76 @@
-"""python -m jaxrl.serve: a model behind JetStream's gRPC protocol, sampled by the engine that training uses.
-
-    python -m jaxrl.serve --protocol jetstream --model models/SmolLM2-135M-Instruct --port 9000
-
-Needs the extra ``jetstream``. JetStream's protocol carries a prompt (text or ids) and a token limit; how to
-sample is the server's choice.
-"""
+"""A model behind JetStream's gRPC protocol, until the process is asked to end."""
 
 from __future__ import annotations
 
 import argparse
-import math
+import signal
 import socket
-from collections.abc import Sequence
+import threading
 
-from jaxrl.config import ConfigError, Parser, given_path
-from jaxrl.models.config import DTYPES
-from jaxrl.rollout.config import Sampling, sampling_problems
+import jax.numpy as jnp
 
-PROTOCOLS = ("jetstream",)
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m jaxrl.serve", description="Serve a Hugging Face folder.")
-    parser.add_argument("--protocol", choices=PROTOCOLS, required=True)
-    text = "Hugging Face folder or hub name"
-    parser.add_argument("--model", required=True, metavar="DIR", type=given_path, help=text)
-    text = "address to listen on; 127.0.0.1 (the default): this machine alone; 0.0.0.0 or ::: every interface"
-    parser.add_argument("--host", default="127.0.0.1", help=text)
-    parser.add_argument("--port", type=int, default=9000)
-    parser.add_argument("--slots", type=int, default=32, help="requests decoded at once")
-    parser.add_argument("--max-prompt-tokens", type=int, default=1024)
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="most that a request may ask for")
-    parser.add_argument("--temperature", type=_number, default=0.0, help="0: greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0: off")
-    parser.add_argument("--top-p", type=_number, default=1.0, help="1: off")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling noise")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that share one copy of the model")
-    given = parser.parse_args(argv)
-    for name in ("slots", "max_prompt_tokens", "max_new_tokens", "tensor"):
-        if getattr(given, name) < 1:
-            raise ConfigError(f"{getattr(given, name)}: needs at least 1", f"--{name.replace('_', '-')}")
-    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-    if found := list(sampling_problems(sampling)):
-        raise ConfigError([(f"--{name.replace('_', '-')}", message) for name, message in found])
-    check_address(given.host, given.port)
-    return given
+from jaxrl.config import ConfigError
+from jaxrl.data.chat import Renderer
+from jaxrl.data.config import DataConfig
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.host import distributed
+from jaxrl.mesh.axes import MeshConfig, make_mesh
+from jaxrl.mesh.transfer import make_refresh
+from jaxrl.models import Model, hf
+from jaxrl.rollout.config import Sampling, check_context
+from jaxrl.rollout.engine import Engine
 
 
-def _number(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError
-    return value
+def serve(given: argparse.Namespace) -> None:
+    """Load the model and serve it until SIGTERM or SIGINT. ``given`` has the options of the command.
+
+    Raises:
+        ConfigError: the extra is missing, or no such model.
+    """
+    try:
+        from jaxrl.rollout.jetstream import JetStreamEngine, start_server
+    except ImportError as error:
+        raise ConfigError(
+            f"--protocol jetstream needs google-jetstream: pip install 'jaxrl[jetstream]' ({error})"
+        ) from error
+    distributed.start()
+    folder = hf.resolve(given.model, "--model")
+    tokenizer = load_tokenizer(str(folder), "--model")
+    template = "auto" if tokenizer.has_chat_template else "none"
+    mesh = make_mesh(MeshConfig(tensor=given.tensor))
+    model_config = hf.load_config(folder)
+    limits = given.max_prompt_tokens, given.max_new_tokens
+    check_context(model_config.max_positions, *limits, "--max-prompt-tokens")
+    model = Model(model_config, compute_dtype=given.dtype, mesh=mesh if mesh.size > 1 else None)
+    refresh = make_refresh(model, mesh, jnp.dtype(given.dtype))
+    params = refresh(hf.load_params(folder, model, mesh, given.dtype))
+    sampling = Sampling(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        max_new_tokens=given.max_new_tokens,
+    )
+    engine = Engine(
+        model,
+        mesh,
+        slots=given.slots,
+        prefill_rows=1,
+        max_prompt_tokens=given.max_prompt_tokens,
+        max_new_tokens=given.max_new_tokens,
+        steps_per_dispatch=1,
+        stop_ids=Renderer(DataConfig(chat_template=template), tokenizer).stop_ids,
+        vocab_limit=min(tokenizer.vocab_size, model.config.vocab_size),
+        cache_dtype=jnp.dtype(given.dtype),
+    )
+    engine.warm_up(params)
+    served = JetStreamEngine(engine, params, tokenizer, sampling, given.seed)
+    server = start_server(served, given.port, given.host)
+    print(f"serving {given.model} on {given.host}, port {given.port}: {engine.slots} slots", flush=True)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    server.stop()
 
 
 def check_address(host: str, port: int) -> None:

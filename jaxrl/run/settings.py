@@ -21,7 +21,7 @@ from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.learn.optimizer import OptimConfig
 from jaxrl.learn.packing import BatchConfig
 from jaxrl.mesh.axes import MeshConfig
-from jaxrl.models.config import ModelSource
+from jaxrl.models.source import ModelSource
 from jaxrl.recipes.config import AlgoConfig, dead_keys
 from jaxrl.record.metrics import MetricsConfig, ProfileConfig
 from jaxrl.rewards.config import RewardsConfig

@@ -29,7 +29,7 @@ from jaxrl.record.metrics import MetricsConfig
 from jaxrl.rollout.config import RolloutConfig
 from jaxrl.run.settings import EvalConfig, RunConfig
 from jaxrl.store import hub
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 
 _LONGEST_PATTERN = 8
 _ENDLESS = 10**6

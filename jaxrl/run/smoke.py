@@ -38,10 +38,11 @@ from jaxrl.record.metrics import METRICS_FILE
 from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.run import ends, shrink
+from jaxrl.run.loop import open_data
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Setup, set_up
 from jaxrl.store.checkpoint import Checkpoints
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 
 _ROWS = 16
 """Rows of the data that the small run reads, and that rewards are tried on."""
@@ -250,8 +251,6 @@ def _check_weights(parts: Setup, stages: Stages) -> None:
 
 def _examples(parts: Setup) -> Examples:
     """Every row of the training data, made once, as ``train`` does."""
-    from jaxrl.run.loop import open_data
-
     with contextlib.closing(open_data(parts)) as data:
         return data.examples
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxrl.host import distributed
 from jaxrl.record.metrics import METRICS_FILE, SAMPLES_FOLDER
+from jaxrl.run import loop
 from jaxrl.run.resume import check_folders
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
@@ -50,8 +51,6 @@ class _StopAfter(threading.Event):
 
 def verify_resume(config: RunConfig) -> int:
     """Print a table of what was compared. Returns 0 when all is equal, else 1."""
-    from jaxrl.run import loop as train
-
     root = Path(config.output_dir).expanduser()
     made = None
     if distributed.is_first():
@@ -84,9 +83,9 @@ def verify_resume(config: RunConfig) -> int:
     straight, parts = (dataclasses.replace(short, name=name) for name in ("straight", "parts"))
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # summaries of runs that nobody asked for
-            train.run(straight, _StopAfter(straight.run_dir, STEPS))
-            train.run(parts, _StopAfter(parts.run_dir, INTERRUPTED_AFTER, late=1))
-            train.run(parts, _StopAfter(parts.run_dir, STEPS))
+            loop.run(straight, _StopAfter(straight.run_dir, STEPS))
+            loop.run(parts, _StopAfter(parts.run_dir, INTERRUPTED_AFTER, late=1))
+            loop.run(parts, _StopAfter(parts.run_dir, STEPS))
         distributed.barrier("trained")
         rows = compare(straight, parts)
     finally:

@@ -12,6 +12,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import fsspec.config
+
 from jaxrl.config import ConfigError
 from jaxrl.store import strict_json
 
@@ -141,9 +144,6 @@ class Folder:
 
 
 def _file_system(remote: bool) -> Any:
-    import fsspec
-    import fsspec.config
-
     if not remote:
         return fsspec.filesystem("file")
     try:

@@ -19,13 +19,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrl.config import ConfigError, UserCodeError
+from jaxrl.workers.config import PoolConfig
 from jaxrl.workers.local import STARTS_THAT_FAIL, Job, Reply, Requests, Workers
-
-if TYPE_CHECKING:
-    from jaxrl.workers.pools import PoolConfig
 
 logger = logging.getLogger("jaxrl")
 

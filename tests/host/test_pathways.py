@@ -178,14 +178,19 @@ def config(*overrides):
     return load(RunConfig, None, [*given, "rewards.terms=[{name: arithmetic}]", *overrides])[0]
 
 
+def problems(config):
+    traced, executables = config.profile.start_step is not None, config.executables is not None
+    return pathways.problems(config.checkpoint_run, traced=traced, executables=executables)
+
+
 def test_what_the_hosts_write_has_to_go_to_a_bucket(proxy):
     local = config("profile.start_step=2", "executables=compiled")
-    assert [key for key, _ in pathways.problems(local)] == ["profile.start_step", "executables"]
+    assert [key for key, _ in problems(local)] == ["profile.start_step", "executables"]
     proxy.setenv("ENABLE_PATHWAYS_PERSISTENCE", "1")
-    assert [key for key, _ in pathways.problems(config())] == ["checkpoint.output_dir"]
-    assert not list(pathways.problems(config("profile.start_step=2", "checkpoint.output_dir=gs://b/runs")))
+    assert [key for key, _ in problems(config())] == ["checkpoint.output_dir"]
+    assert not list(problems(config("profile.start_step=2", "checkpoint.output_dir=gs://b/runs")))
     proxy.setenv("JAX_PLATFORMS", "tpu")
-    assert not list(pathways.problems(local)) and not pathways.workers_write_checkpoints()
+    assert not list(problems(local)) and not pathways.workers_write_checkpoints()
 
 
 def test_a_variable_that_cannot_be_read_is_named(proxy):

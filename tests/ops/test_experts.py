@@ -14,7 +14,8 @@ from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.ops import grouped_matmul_tpu
 from jaxrl.ops.chip import Target
 from jaxrl.ops.experts import experts
-from jaxrl.ops.grouped_matmul import Matrices, products
+from jaxrl.ops.grouped_matmul import products
+from jaxrl.ops.matrices import Matrices
 
 IMPLEMENTATIONS = ("xla", "pallas")
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

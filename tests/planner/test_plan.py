@@ -22,7 +22,7 @@ def command(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(CONFIG)
 
     def run(found, *arguments):
-        monkeypatch.setattr(plan, "compile_run", lambda *_, **__: found)
+        monkeypatch.setattr("jaxrl.planner.command.compile_run", lambda *_, **__: found)
         return run_cli(plan.main, ["--config", str(tmp_path / "run.yaml"), *arguments])
 
     return run

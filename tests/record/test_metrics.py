@@ -374,7 +374,7 @@ def test_no_profile_unless_asked(tmp_path):
 def test_importing_the_config_is_light():
     code = (
         "import sys, jaxrl.record.metrics, jaxrl.record.progress, jaxrl.record.report;"
-        "heavy = ('matplotlib', 'tensorboardX', 'rich', 'wandb', 'orbax', 'transformers');"
+        "heavy = ('matplotlib', 'tensorboardX', 'wandb', 'orbax', 'transformers');"
         "print([m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.mesh.axes import MeshConfig
 from jaxrl.ops.axes import BATCH_AXES
 from jaxrl.ops.experts import experts
-from jaxrl.ops.grouped_matmul import Matrices
+from jaxrl.ops.matrices import Matrices
 
 E, PER_TOKEN, D, F = 128, 8, 2048, 768
 

@@ -19,7 +19,7 @@ from jaxrl.environments import EnvironmentConfig
 from jaxrl.environments.calls import Call
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.rewards import RewardPool, RewardsConfig, RewardTerm
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -158,7 +158,7 @@ def test_nothing_survives_a_killed_training_process(pool, tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copy(USER, tmp_path / "mine" / "mine.py")
     program = f"""
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 from jaxrl.rewards import RewardPool, RewardTerm, RewardsConfig
 args = {{"file": {str(tmp_path / "pids")!r}}}
 term = RewardTerm(name="mine.py:start_a_child_and_hang", args=args, per_sample=True)
@@ -220,7 +220,7 @@ def test_episodes_equal_those_of_local_processes(pool):
 def test_without_a_cluster_the_setting_is_named():
     (port,) = free_ports(1)
     program = f"""
-from jaxrl.workers.pools import PoolConfig
+from jaxrl.workers.config import PoolConfig
 from jaxrl.workers.ray import connect
 connect(PoolConfig(kind="ray", address="127.0.0.1:{port}"), "rewards.pool")
 """

@@ -18,12 +18,9 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxrl.config import ConfigError, UserCodeError, import_by_path, mistyped, nearest
-
-if TYPE_CHECKING:
-    from jaxrl.data.config import DataConfig
 
 
 class Source(Protocol):
@@ -34,12 +31,34 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+class Settings(Protocol):
+    """Settings of rows: those of ``DataConfig``."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def path(self) -> str | None: ...
+
+    @property
+    def split(self) -> str | None: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+    @property
+    def limit(self) -> int | None: ...
+
+    @property
+    def messages(self) -> str | None: ...
+
+
 def names() -> list[str]:
     """The built-in sources."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def problems(config: DataConfig) -> Iterable[tuple[str, str]]:
+def problems(config: Settings) -> Iterable[tuple[str, str]]:
     """(key, message) of what is wrong with source, path, split and options; reads no data."""
     if config.source not in names():
         if ":" not in config.source:
@@ -61,7 +80,7 @@ def problems(config: DataConfig) -> Iterable[tuple[str, str]]:
             yield _key(argument), message
 
 
-def open_source(config: DataConfig, section: str = "data") -> Rows:
+def open_source(config: Settings, section: str = "data") -> Rows:
     """The rows that ``config`` names, at most ``config.limit`` of them.
 
     Args:
@@ -106,7 +125,7 @@ def open_source(config: DataConfig, section: str = "data") -> Rows:
 class Rows:
     """The first ``size`` rows of a source, with errors told in the user's terms."""
 
-    def __init__(self, config: DataConfig, source: Source, size: int, section: str):
+    def __init__(self, config: Settings, source: Source, size: int, section: str):
         self.config, self.source, self.size, self.section = config, source, size, section
         self.built_in = config.source in names()
 
@@ -155,7 +174,7 @@ def path_problems(path: str) -> Iterable[tuple[str, str]]:
         yield "path", f"{path!r}: there is no such file, from the folder {Path.cwd()}"
 
 
-def _arguments(config: DataConfig) -> dict[str, Any]:
+def _arguments(config: Settings) -> dict[str, Any]:
     given = {"path": config.path, "split": config.split}
     return {name: value for name, value in given.items() if value is not None} | config.options
 
@@ -164,7 +183,7 @@ def _key(argument: str) -> str:
     return argument if argument in ("path", "split") else f"options.{argument}"
 
 
-def _call_problems(load: Callable[..., Any], config: DataConfig) -> Iterable[tuple[str, str]]:
+def _call_problems(load: Callable[..., Any], config: Settings) -> Iterable[tuple[str, str]]:
     """Settings that ``load`` does not take, and those it needs but did not get."""
     for name in ("path", "split"):
         if name in config.options:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
+
 from jaxrl.config import ConfigError
 from jaxrl.data.sources import find_files, path_problems
 
@@ -28,9 +31,6 @@ class ParquetRows:
         self.table = self._read()
 
     def _read(self) -> Any:
-        import pyarrow
-        import pyarrow.parquet
-
         tables: list[Any] = []
         for file in self.files:
             try:

@@ -11,6 +11,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl.record.report import drawing, page
+from jaxrl.record.report.run import Run
+
 REPORT_FILE = "report.html"
 
 
@@ -30,9 +33,6 @@ def write_report(
     Raises:
         ConfigError: a run cannot be read.
     """
-    from jaxrl.record.report import drawing, page
-    from jaxrl.record.report.run import Run
-
     single = isinstance(run_dirs, str | os.PathLike)
     folders = [Path(run_dirs)] if single else [Path(d) for d in run_dirs]  # type: ignore[arg-type, union-attr]
     runs = [Run(folder) for folder in folders]
@@ -57,9 +57,6 @@ def summary(run_dir: str | os.PathLike) -> str:
     Raises:
         ConfigError: the run cannot be read.
     """
-    from jaxrl.record.report.page import facts
-    from jaxrl.record.report.run import Run
-
-    found = facts(Run(run_dir))
+    found = page.facts(Run(run_dir))
     width = max(len(label) for label, _, _ in found)
     return "\n".join(f"{label:<{width}}  {value}  ({small})" for label, value, small in found)

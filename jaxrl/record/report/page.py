@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import yaml
 
 from jaxrl.record.metrics import sample_files
 from jaxrl.record.report import drawing, plots
@@ -147,8 +148,6 @@ def _compare(runs: Sequence[Run]) -> str:
 def _parsed_config(run: Run) -> Any:
     if run.config_file is None or run.config_file.suffix == ".gin":
         return {}
-    import yaml
-
     try:
         return yaml.safe_load(run.config_file.read_text(encoding="utf-8", errors="replace"))
     except yaml.YAMLError:
