@@ -73,7 +73,7 @@ def test_model_recipe_reads_and_writes_a_config(fixtures):
     given = known | {"model_type": "ministral", "layer_types": layer_types}
     given["architectures"] = ["MinistralForCausalLM"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "FAMILIES", families.FAMILIES | entry)
+        patch.setitem(families.FAMILIES, "ministral", entry["ministral"])
         config = ModelConfig.from_hf(given)
         assert config.to_hf()["architectures"] == ["MinistralForCausalLM"]
     mistral = ModelConfig.from_hf(known | {"layer_types": layer_types})
