@@ -1,4 +1,4 @@
-"""What the documentation says of settings and configurations is what the program does."""
+"""The documentation: its settings, configurations, links and paths are those of the program."""
 
 import pathlib
 import re
@@ -24,12 +24,14 @@ def test_configs_are_valid(path, monkeypatch):
     assert config.name == path.stem
 
 
-def test_links_of_the_documentation_lead_somewhere():
-    for page in [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "deploy").rglob("[A-Z]*.md"),
-    ]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES += (ROOT / "deploy").rglob("[A-Z]*.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_paths_of_the_documentation_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert "://" in target or (page.parent / target).exists(), target
+    for path in re.findall(r"(?<![\w/.-])(?:jaxrl|tests|scripts|configs|docs|deploy)/[\w./-]*\w", text):
+        assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")), path
