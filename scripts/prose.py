@@ -2,9 +2,9 @@
 
     python scripts/prose.py [FILE ...]
 
-No word of ``WORDS`` is used. A docstring starts with a verb or a noun. In a document a sentence has at most 25
-words, and a line of its own. proselint's checks for doubled, misused and misspelt words run too. The exit code
-is 1 where anything is found.
+No word of ``WORDS`` is used. A docstring starts with a verb or a noun. In a document a sentence has at most
+25 words, and a line of its own. proselint's checks for doubled, misused and misspelt words run too. The exit
+code is 1 where anything is found.
 """
 
 from __future__ import annotations
