@@ -1,4 +1,4 @@
-"""python -m jaxrl.smoke: a run's own configuration, small, on this machine's CPU, before a slice is booked.
+"""python -m jaxrl.smoke: a run's own configuration, small, on this machine's CPU, before you reserve a slice.
 
     scripts/smoke.sh configs/my_run.yaml algo.kl_coef=0.01
 

@@ -19,7 +19,7 @@ from jaxrl.config.paths import given_path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What a program was started with."""
+    """Command line of a program, read."""
 
     config: Any
     """The loaded tree."""

@@ -28,7 +28,7 @@ def import_by_path(path: str, key: str = "") -> Any:
 
     Raises:
         ConfigError: there is no such module, file or name.
-        UserCodeError: the module is there, but importing it raised.
+        UserCodeError: the module exists, but importing it raised.
     """
     place, colon, name = path.rpartition(":")
     is_file = place.endswith(".py")
@@ -58,7 +58,7 @@ def mistyped(function: Callable[..., Any], args: Mapping[str, Any]) -> Iterable[
     """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
-    except (TypeError, ValueError, NameError, AttributeError):  # no signature, or names that are not there
+    except (TypeError, ValueError, NameError, AttributeError):  # no signature, or unknown names
         return
     for name, value in args.items():
         annotation = parameters[name].annotation if name in parameters else Any

@@ -58,7 +58,7 @@ def _flat(key: str, value: Any, text: str) -> Iterator[_Given]:
 
 
 def _clash(new: _Given, old: _Given) -> bool:
-    """Whether ``new`` sets what ``old`` has set, replaces what holds it, or lies below a plain value."""
+    """Return whether ``new`` sets the key of ``old``, replaces what holds it, or lies below a plain value."""
     if new.key == old.key:
         return True
     replaces = new.kind != "mapping" and old.key.startswith(f"{new.key}.")
@@ -141,7 +141,7 @@ def _index(holder: Any, part: str, key: str) -> int | str:
 
 
 def _start(annotation: Any, part: str, below: Any) -> Any:
-    """What an override inside a key starts from when no file sets the key: its default, else nothing."""
+    """Start of an override inside a key that no file sets: the key's default, else nothing."""
     for member in fields.members(annotation):
         if fields.is_section(member) and part in fields.keys_of(member):
             default = fields.default_of(fields.keys_of(member)[part])
@@ -151,7 +151,7 @@ def _start(annotation: Any, part: str, below: Any) -> Any:
 
 
 def _takes_text(annotation: Any, text: str) -> bool:
-    """Whether the key wants a string and nothing else, so that the text is the value."""
+    """Return whether the key wants a string and nothing else, so that the text is the value."""
     choices = fields.members(annotation)
     if len(choices) != 1 or (fields.takes_none(annotation) and text in ("null", "~")):
         return False

@@ -12,7 +12,7 @@ _NAME_BYTES, _PATH_BYTES = 255, 4096
 
 
 def path_problem(text: str) -> str | None:
-    """Return what is wrong with a path as it is written, or None. Nothing has to be there."""
+    """Return what is wrong with a path as it is written, or None. Nothing has to exist."""
     if not text.strip():
         return "an empty path; give a file or folder, or leave the setting out"
     if "\0" in text:

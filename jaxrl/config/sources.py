@@ -38,14 +38,14 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass
 class Layer:
-    """What one source says."""
+    """Values that one source gives."""
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Plain nested values."""
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
     """By dotted key."""
     incomplete: bool = False
-    """Some of the source could not be read, so what is missing may be there."""
+    """Some of the source could not be read, so it may hold what is missing."""
 
     def merge(self, other: Layer) -> None:
         """Lay another source on top: mappings merge key by key, everything else is replaced."""

@@ -69,7 +69,7 @@ class Renderer:
                 ) from None
         if config.chat_template == "auto" and not tokenizer.has_chat_template:
             raise ConfigError(
-                "the tokenizer has no chat template; needed is none (plain text) or the path of a jinja file",
+                "the tokenizer has no chat template; expected none (plain text) or the path of a jinja file",
                 f"{section}.chat_template",
             )
         source = "" if self.plain else self.template or str(tokenizer.hf.chat_template)
@@ -92,7 +92,7 @@ class Renderer:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """What the chat template ends an assistant's message with; None for plain text."""
+        """Token that ends an assistant's message in the chat template; None for plain text."""
         if self.plain:
             return None
 
@@ -240,7 +240,7 @@ class Renderer:
         return ids, mask
 
     def _learned(self, answer: Sequence[int]) -> int:
-        """How many tokens of an assistant's part are learned: up to its stop token, not what follows it."""
+        """Number of learned tokens of an assistant's part: up to its stop token, not those after it."""
         end = () if self.turn_end is None else (self.turn_end.token_id,)
         for stop_ids in (end, self.stop_ids):
             if stops := [i for i, token in enumerate(answer) if token in stop_ids]:
@@ -291,7 +291,7 @@ class Renderer:
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether the template joins the arguments of a tool call to other text: some want them as JSON."""
+        """True when the template joins the arguments of a tool call to other text: some want them as JSON."""
 
         def renders(arguments: dict[str, Any] | str) -> bool:
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "a", "arguments": arguments}}

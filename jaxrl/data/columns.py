@@ -25,7 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def value(row: Row, name: str, key: str) -> Any:
-    """What the row has in the column ``name``; a dot leads into a nested one: ``reward_model.ground_truth``.
+    """Value of the row in the column ``name``; a dot leads into a nested one: ``reward_model.ground_truth``.
 
     Null where a column on the way is null.
 
@@ -106,7 +106,7 @@ def messages(
         parse_arguments: parse the arguments of tool calls that are given as JSON.
 
     Raises:
-        ConfigError: it is no list of messages, or holds what no template can write: numbers that are not
+        ConfigError: it is not a list of messages, or holds what no template can write: numbers that are not
             finite, text that has no UTF-8, other objects.
     """
     if (

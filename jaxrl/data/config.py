@@ -29,7 +29,7 @@ class DataConfig:
     )
     split: str | None = setting(None, "split of a source that has some, for example train or test")
     options: dict[str, Any] = factory(dict, "further options of the source, by name")
-    limit: int | None = setting(None, "use only the first so many rows; null: all")
+    limit: int | None = setting(None, "use at most this number of rows, the first ones; null: all")
 
     prompt: str = setting(
         "{question}",
@@ -104,4 +104,4 @@ class DataConfig:
         if not self.messages:
             for name in ("prompt", "completion"):
                 if not getattr(self, name):
-                    yield name, "is empty; needed is a template with columns, for example '{question}'"
+                    yield name, "is empty; expected a template with columns, for example '{question}'"

@@ -11,7 +11,7 @@ _CALL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 
 
 def prints_date(template: str) -> bool:
-    """Whether a chat template asks transformers for the time."""
+    """Return whether a chat template asks transformers for the time."""
     return re.search(r"strftime_now\s*\(", template) is not None
 
 

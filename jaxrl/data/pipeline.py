@@ -62,8 +62,8 @@ class Examples:
                 self.fingerprint = zlib.crc32(made.tokens.tobytes(), self.fingerprint)
             elif overlong == "error":
                 raise ConfigError(
-                    f"row {index} has {len(made.tokens)} tokens, more than {key} {max_tokens}; needed is a "
-                    "larger limit, or drop to leave such rows out",
+                    f"row {index} has {len(made.tokens)} tokens, more than {key} {max_tokens}; "
+                    "raise the limit, or give drop to leave such rows out",
                     f"{section}.overlong",
                 )
             else:
@@ -157,7 +157,7 @@ def load_prompts(
 
 
 class _Resumable:
-    """What both iterators do alike: they stop and continue with the stream they read from."""
+    """Behaviour of both iterators: they stop and continue with the stream they read from."""
 
     _stream: Stream
 
@@ -172,7 +172,7 @@ class _Resumable:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left, so that the next one would be empty."""
+        """True when the next one would be empty."""
         return self._stream.ended
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""What a chat template shows of a conversation: templates leave out messages, and print Python objects,
-without a word."""
+"""Checks that a chat template shows all of a conversation.
+
+Templates leave out messages, and print Python objects, without a word.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether the last epoch has been read to its end."""
+        """True when the last epoch has been read to its end."""
         return self._epochs is not None and self.position >= self._epochs * len(self.dataset)
 
     def get_state(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def listed_eos_ids(folder: Path, key: str) -> tuple[int, ...]:
     model in it; () when none of them has any.
 
     Raises:
-        ConfigError: a file is no JSON, or its ``eos_token_id`` holds something other than ids.
+        ConfigError: a file is not JSON, or its ``eos_token_id`` holds something other than ids.
     """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @cached_property
     def bos_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a plain text: the BOS id, for most models, or nothing."""
+        """Ids that the tokenizer puts before a plain text: the BOS id, for most models, or none."""
         bare, full = self.encode("a"), self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:

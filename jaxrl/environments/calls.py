@@ -38,10 +38,10 @@ _METRICS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What follows a turn of the policy."""
+    """Answer of an environment to a turn of the policy."""
 
     observation: str | Sequence[Message] = ""
-    """What the policy sees next: messages, or the text of one message of the tool. Not shown when done."""
+    """Messages that the policy sees next, or the text of one message of the tool. Not shown when done."""
     reward: float = 0.0
     """Added to the episode's; the reward term ``environment`` is their sum."""
     done: bool = False
@@ -71,7 +71,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a call gave. Plain data, so that it crosses a process border as JSON."""
+    """Result of a call. Plain data, so that it crosses a process border as JSON."""
 
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     reward: float = 0.0
@@ -105,7 +105,7 @@ def load(name: str, args: Mapping[str, Any]) -> Environment:
         )
     make = import_by_path(name if ":" in name else f"jaxrl.environments.{name}:Environment", "name")
     if not callable(make):
-        raise ConfigError(f"{name!r} is no class or function that makes an environment", "name")
+        raise ConfigError(f"{name!r} is not a class or function that makes an environment", "name")
     try:
         inspect.signature(make).bind(**args)
     except TypeError as error:
@@ -168,7 +168,7 @@ class _Unusable(Exception):
 
 def _checked(step: Any) -> Outcome:
     if not isinstance(step, Step):
-        raise _Unusable(f"step returned {type(step).__name__}; needed is jaxrl.environments.Step")
+        raise _Unusable(f"step returned {type(step).__name__}; expected jaxrl.environments.Step")
     messages = step.observation
     if isinstance(messages, str):
         messages = [{"role": "tool", "content": messages}] if messages else []
@@ -177,7 +177,7 @@ def _checked(step: Any) -> Outcome:
         for m in messages
     ):
         raise _Unusable(
-            f"observation {repr(messages)[:200]}; needed is a text, or messages of role and content"
+            f"observation {repr(messages)[:200]}; expected a text, or messages of role and content"
         )
     try:
         reward = float(step.reward)

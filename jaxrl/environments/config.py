@@ -30,7 +30,7 @@ class EnvironmentConfig:
         "rollout.max_new_tokens leaves",
     )
     observation_tokens: int = setting(
-        256, "a message of the environment is cut to so many tokens, before the chat template wraps it"
+        256, "most tokens of a message of the environment, which is cut before the chat template wraps it"
     )
     workers: int = setting(
         2, "processes that run the steps; 0: in the training process, without a time limit (quick tests)"

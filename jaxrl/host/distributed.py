@@ -61,7 +61,7 @@ def start() -> None:
 
 
 def has_others() -> bool:
-    """Whether the environment says that there are other processes to join."""
+    """Return whether the environment says that there are other processes to join."""
     env = os.environ
     if pathways.is_used():
         return False
@@ -70,7 +70,7 @@ def has_others() -> bool:
 
 
 def _join() -> bool:
-    """Whether there are processes to join, after doing so."""
+    """Return whether there are processes to join, after doing so."""
     env = os.environ
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
         missing = [name for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if name not in env]

@@ -221,7 +221,7 @@ class _Watch(threading.Thread):
 
 
 def _is_collective(error: BaseException | None) -> bool:
-    """Whether a program on the devices failed, as it does when another process of it is gone."""
+    """Return whether a program on the devices failed, as it does when another process of it is gone."""
     for _ in range(10):
         if error is None:
             break

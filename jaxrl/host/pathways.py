@@ -21,8 +21,10 @@ def is_used() -> bool:
 
 
 def workers_write_checkpoints() -> bool:
-    """Whether arrays go from the TPUs' hosts to the bucket directly (Pathways' persistence API), not through
-    this process."""
+    """Return whether arrays go from the TPUs' hosts to the bucket directly (Pathways' persistence API).
+
+    Otherwise they go through this process.
+    """
     return is_used() and os.environ.get(_PERSISTENCE) == "1"
 
 

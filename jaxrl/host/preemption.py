@@ -66,9 +66,11 @@ def check(
 
 
 def announced(step: int) -> bool:
-    """Whether JAX's coordination service has announced a preemption that all processes are to act on at
-    ``step`` (``jax.experimental.multihost_utils.reached_preemption_sync_point``). False without that
-    service."""
+    """Return whether JAX's coordination service has announced a preemption to act on at ``step``.
+
+    All processes get the same answer (``jax.experimental.multihost_utils.reached_preemption_sync_point``).
+    False without that service.
+    """
     if not jax.distributed.is_initialized():
         return False
     try:

@@ -30,7 +30,7 @@ class TensorFiles:
     the tensors that it names.
 
     Raises:
-        ConfigError: no weights, a shard that the index names but is not there, a file that is not
+        ConfigError: no weights, a missing shard that the index names, a file that is not
             safetensors, a tensor that is not in the shard the index names.
     """
 
@@ -86,10 +86,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     try:
         weight_map = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{index}: is no safetensors index ({error!r}); it needs a weight_map") from None
+        raise ConfigError(f"{index}: is not a safetensors index ({error!r}); it needs a weight_map") from None
     for file in sorted(set(weight_map.values())):
         if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(f"{index}: shard {file!r} is no plain file name")
+            raise ConfigError(f"{index}: shard {file!r} is not a plain file name")
         if not (folder / file).is_file():
             names = sum(f == file for f in weight_map.values())
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a decoder is: ``ModelConfig``, and how it is read from a Hugging Face config.json and written to one.
+"""Facts of a decoder: ``ModelConfig``, read from a Hugging Face config.json and written to one.
 
 ``ModelConfig`` holds facts, not family names: two families that compute the same thing have equal configs but
 for ``family``, which only says how tensors and settings are named in a Hugging Face folder (``families.py``,
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[Any, Literal["silu", "gelu_tanh"]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What may differ from layer to layer."""
+    """Properties that may differ from layer to layer."""
 
     window: int | None
     """Tokens a query sees, itself included; None: all earlier ones."""
@@ -52,7 +52,7 @@ class MoeConfig:
     num_experts: int
     experts_per_token: int
     normalize: bool
-    """Whether the weights of the chosen experts are divided by their sum."""
+    """True where the weights of the chosen experts are divided by their sum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,12 +133,13 @@ def _read(given: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     derived = not r.found  # of sizes that are missing nothing can be derived
     if derived and r.get("head_dim") is None and hidden % heads:
         r.problem(
-            "num_attention_heads", f"hidden_size {hidden} is no multiple of {heads} heads; head_dim is needed"
+            "num_attention_heads",
+            f"hidden_size {hidden} is not a multiple of {heads} heads; head_dim is needed",
         )
     head_dim = r.number("head_dim", max(hidden // heads, 1))
     kv_heads = r.number("num_key_value_heads", heads)
     if derived and heads % kv_heads:
-        r.problem("num_key_value_heads", f"{heads} query heads are no multiple of {kv_heads} kv heads")
+        r.problem("num_key_value_heads", f"{heads} query heads are not a multiple of {kv_heads} kv heads")
     if derived and head_dim % 2:
         r.problem("head_dim", f"head_dim {head_dim} is odd; rope needs an even one")
     activation = r.get("hidden_activation") or r.get("hidden_act")

@@ -2,7 +2,7 @@
 
 Its layers come in a repeating pattern (ModelConfig.pattern). For training the parameters at each place of the
 pattern are stacked [R, ...] and ``lax.scan`` runs over the repeats, so that compile time does not grow with
-depth; what is left of the pattern follows as single layers. For decoding all layers are single: a scan would
+depth; the rest of the pattern follows as single layers. For decoding all layers are single: a scan would
 copy the stacked kv cache in and out.
 """
 
@@ -29,7 +29,7 @@ STACKED = "blocks"
 SINGLE = "layers"
 
 INPUT = "layer_input"
-"""What remat policies know the input of a repeat of the pattern by."""
+"""Name of the input of a repeat of the pattern in remat policies."""
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -41,7 +41,7 @@ REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names(SAVED, AFTER_ATTENTION),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-"""What the forward pass keeps for the backward pass, by the name of ``model.remat``: see ModelSource."""
+"""Arrays that the forward pass keeps for the backward pass, by ``model.remat``: see ModelSource."""
 
 
 def in_order(layers: Any) -> list[tuple[str, Any]]:
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
         mesh: Mesh | None,
         pages: Pages | None = None,
     ) -> Context:
-        """What the layers share; rope tables are computed once for each distinct rope."""
+        """Values that the layers share; rope tables are computed once for each distinct rope."""
         ropes = sorted({kind.rope for kind in self.config.layers}, key=repr)
         # The barrier keeps the compiler from computing sines anew inside every layer's fusions.
         tables = jax.lax.optimization_barrier([rope.table(r, self.config.head_dim, positions) for r in ropes])

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one ``model_type`` is read."""
+    """Reading of one ``model_type``."""
 
     architecture: str
     defaults: Mapping[str, Any]

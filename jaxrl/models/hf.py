@@ -62,7 +62,7 @@ def load_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file}: is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file}: is no JSON object")
+        raise ConfigError(f"{file}: is not a JSON object")
     return value
 
 
@@ -277,7 +277,7 @@ def save_folder(
         finish: gets the folder before it has its name, to add to it or replace in it.
 
     Raises:
-        ConfigError: ``out`` is there already and not empty.
+        ConfigError: ``out`` exists already and is not empty.
     """
     out = Path(out).expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -30,12 +30,12 @@ from jaxrl.types import AttentionLayout
 Cache = dict[str, jax.Array]
 """One layer's keys and values: {"k", "v"} [B, K, S, H], or in pages [pages, K, page, H]."""
 AFTER_ATTENTION = "after_attention"
-"""What remat policies know the residual stream between attention and MLP by."""
+"""Name of the residual stream between attention and MLP in remat policies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What all layers of one forward pass share."""
+    """Values that all layers of one forward pass share."""
 
     positions: jax.Array
     """[B, T] int32."""
@@ -149,7 +149,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def _divides(table: jax.Array, tokens: jax.Array, mesh: Mesh) -> bool:
-    """Whether ``embed`` can split its arrays evenly."""
+    """Return whether ``embed`` can split its arrays evenly."""
     (v, d), (b, t) = table.shape, tokens.shape
     tensor, fsdp = mesh.shape[TENSOR], mesh.shape[FSDP]
     return not (v % tensor or t % tensor or d % fsdp or b % batch_shards(mesh))

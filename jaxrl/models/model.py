@@ -82,7 +82,7 @@ class Model:
         return nnx.traversals.unflatten_mapping(flat)
 
     def decays(self) -> Params:
-        """Whether weight decay shrinks each parameter (train layout): not norms' scales and biases."""
+        """True for each parameter (train layout) that weight decay shrinks: not norms' scales and biases."""
         _, state = _abstract(self.config, True)
         flat = {path: variable.get_metadata("decays") for path, variable in nnx.to_flat_state(state)}
         return nnx.traversals.unflatten_mapping(flat)

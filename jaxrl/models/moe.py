@@ -48,7 +48,7 @@ class Moe(nnx.Module):
 
 
 def _matrices(weight: nnx.Param, dtype) -> Matrices:
-    """Of all experts, in ``dtype``, or int8 with its scales (``rollout/weights.py``)."""
+    """Matrices of all experts, in ``dtype``, or int8 with its scales (``rollout/weights.py``)."""
     w: Any = weight[...]
     return Matrices(w.qvalue, w.scale) if hasattr(w, "qvalue") else Matrices(w.astype(dtype))
 

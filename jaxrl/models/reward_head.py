@@ -55,7 +55,7 @@ def reward_head(
     given = hf.load_json(folder / "config.json")
     architecture = (given.get("architectures") or ["?"])[0]
     if not architecture.endswith("ForSequenceClassification"):
-        raise ConfigError(f"{folder}: architecture {architecture!r} is no *ForSequenceClassification", key)
+        raise ConfigError(f"{folder}: architecture {architecture!r} is not a *ForSequenceClassification", key)
     labels = given.get("num_labels", len(given.get("id2label", {})) or 2)
     if labels != 1:
         raise ConfigError(f"{folder}: has {labels} labels; a reward model has num_labels 1", key)

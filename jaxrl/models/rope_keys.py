@@ -21,7 +21,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
-"""What each type of rope reads besides its base."""
+"""Keys that each type of rope reads besides its base."""
 _SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 

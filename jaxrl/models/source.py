@@ -10,8 +10,8 @@ from jaxrl.config import ConfigError, factory, setting
 from jaxrl.models.config import ModelConfig
 
 DTYPES = ("float32", "bfloat16")
-"""Of parameters and computation. Not float16: the gradient of one token of many underflows to 0 without loss
-scaling, and activations of large models exceed 65504."""
+"""Types of parameters and computation. Not float16: the gradient of one token of many underflows to 0 without
+loss scaling, and activations of large models exceed 65504."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

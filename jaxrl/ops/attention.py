@@ -20,7 +20,7 @@ from jaxrl.ops.chip import platform
 
 Implementation = Literal["reference", "chunked", "pallas"]
 SAVED = "attention"
-"""What remat policies know the result by."""
+"""Name of the result in remat policies."""
 BLOCK = 256
 """Queries of one block of ``chunked``."""
 LONG = 1024

@@ -32,7 +32,7 @@ class Pages:
     them."""
     mesh: Mesh | None = None
     spec: P | None = None
-    """How the pages lie: mesh axes that spread the pages (and, alike, the rows of B), and those of K."""
+    """Layout of the pages: mesh axes that spread the pages (and, alike, the rows of B), and those of K."""
     implementation: Implementation | None = None
     """``reference`` gathers all M pages of every sequence; ``pallas`` is a TPU kernel that reads the filled
     ones only (elsewhere it is interpreted); None: pallas on a TPU mesh, else reference."""

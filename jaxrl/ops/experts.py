@@ -28,7 +28,7 @@ from jaxrl.ops.matrices import Matrices
 
 
 class Spec(NamedTuple):
-    """What is compiled for; static, hashable."""
+    """Choices that are compiled in; static, hashable."""
 
     act: str
     mesh: Mesh | None

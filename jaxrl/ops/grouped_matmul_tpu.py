@@ -77,8 +77,10 @@ def _list_work(
 
 
 def _flipped(shape: tuple[int, ...]) -> bool:
-    """Whether XLA keeps matrices [..., K, N] transposed: what fills lanes of 128 lies last. They are handed
-    over so, or they would be copied."""
+    """Return whether XLA keeps matrices [..., K, N] transposed: a dimension that fills 128 lanes lies last.
+
+    They are handed over so, or they would be copied.
+    """
     return shape[-1] % 128 != 0 and shape[-2] % 128 == 0
 
 

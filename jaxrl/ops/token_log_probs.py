@@ -39,16 +39,16 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "chunked", "pallas")
 
 
 class TokenLogProbs(NamedTuple):
-    """Of each token, in nats, float32 [R, T]; 0 at unscored tokens."""
+    """Log-prob of each token, in nats, float32 [R, T]; 0 at tokens that are left out."""
 
     log_probs: jax.Array
     entropies: jax.Array
     log_sum_exp: jax.Array
-    """Of the logits after temperature and cap."""
+    """Entropy of the logits after temperature and cap."""
 
 
 class Spec(NamedTuple):
-    """What the passes over the head are compiled for; static, hashable."""
+    """Choices that the passes over the head are compiled for; static, hashable."""
 
     softmax: Softmax
     mesh: Mesh | None
@@ -232,7 +232,7 @@ def backward(hidden, head, targets, mask, cotangents: Cotangents, jacobian, spec
 
 
 def logit_cotangents(out: TokenLogProbs, d_log_probs, d_entropies, d_lse) -> Cotangents:
-    """Of the log-probs, entropies and log-sum-exps -> of the logits:
+    """Cotangents of log-probs, entropies and log-sum-exps -> those of the logits:
     d entropy / d logit_v = -p_v (log p_v + entropy)."""
     zero = jnp.zeros_like(out.log_probs)
     target = zero if d_log_probs is None else d_log_probs

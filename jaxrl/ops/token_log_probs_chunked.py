@@ -21,7 +21,7 @@ _BLOCK_LOGITS = 2**25
 
 
 class Softmax(NamedTuple):
-    """What turns products of hidden states and head into log-probs; static, hashable."""
+    """Numbers that turn products of hidden states and head into log-probs; static, hashable."""
 
     temperature: float
     soft_cap: float | None

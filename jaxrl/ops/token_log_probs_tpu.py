@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
 
 
 class Jacobian(NamedTuple):
-    """What ``forward`` keeps for ``backward``."""
+    """Values that ``forward`` keeps for ``backward``."""
 
     matrix: jax.Array
     """[N, D] J of this device's part of the vocabulary, as if that were all."""
@@ -286,7 +286,7 @@ def _result(chip: Target, shape, dtype):
 
 
 def _compiler(chip: Target, head) -> dict[str, Any]:
-    """What is not asked for is left to XLA, which moves other arrays to VMEM."""
+    """VMEM that is asked for; the rest is left to XLA, which moves other arrays there."""
     needed = _needed_vmem(head, choose_blocks(head, chip))
     params = pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(needed, 16 * 2**20)

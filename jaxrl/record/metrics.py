@@ -1,4 +1,4 @@
-"""What a run writes down: metrics, samples, phase timings, memory, compilations, profiler traces.
+"""The record of a run: metrics, samples, phase timings, memory, compilations, profiler traces.
 
 Metric names are slash-separated and carry their unit (``reward/mean``, ``time/rollout_seconds``).
 ``metrics.jsonl`` is the record. Each line is one JSON object: a step, ``{"step": 3, "time": 1730000000.0,
@@ -106,7 +106,7 @@ class ProfileConfig:
 
 
 def environment() -> dict[str, Any]:
-    """What computes: ``versions`` by package, ``devices`` ("4 x TPU v5 lite"), ``processes``, ``system``."""
+    """The machine: ``versions`` by package, ``devices`` ("4 x TPU v5 lite"), ``processes``, ``system``."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -195,7 +195,7 @@ def sample_files(run_dir: Path) -> dict[int, Path]:
 
 
 def _step_to_drop(steps: list[int]) -> int:
-    """Of the older half (never the first step) the one that leaves the smallest gap."""
+    """The step of the older half (never the first) that leaves the smallest gap."""
     older = range(1, max(2, len(steps) // 2))
     return steps[min(older, key=lambda i: steps[i + 1] - steps[i - 1])]
 
@@ -207,7 +207,7 @@ class MetricsWriter:
         run_dir: the run's folder; it is made.
         config: where metrics go.
         resume_step: the last step that the restored checkpoint has seen; later lines, samples and TensorBoard
-            points of the interrupted segment are cut, so that every step is there once. None: a new run; what
+            points of the interrupted segment are cut, so that every step occurs once. None: a new run; what
             an earlier run left here is set aside as ``*.old``.
         enabled: False makes every method do nothing.
         run_config: the resolved config, shown by W&B.
@@ -379,7 +379,7 @@ def _start_wandb(run_dir: Path, project: str, run_config: Mapping[str, Any] | No
 
 @dataclasses.dataclass
 class Phase:
-    """What ``PhaseTimer.phase`` hands out; set ``tokens`` inside the block to get a throughput."""
+    """A phase that ``PhaseTimer.phase`` hands out; set ``tokens`` inside the block to get a throughput."""
 
     tokens: int = 0
 

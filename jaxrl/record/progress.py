@@ -43,7 +43,7 @@ WATCHED: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("s/step", ("time/step_seconds",), "{:5.1f}".format),
     ("held-out", ("eval/pass_at_1",), "{:.1%}".format),
 )
-"""Label, metrics (the first one there is is shown), format. The loss is shown where there is no reward."""
+"""Label, metrics (the first one found is shown), format. The loss is shown where there is no reward."""
 
 
 class Progress:

@@ -39,7 +39,7 @@ def unwrapped(text: str) -> str:
 
 
 def is_phrase(text: str) -> bool:
-    """Whether a text is words only, and no product of its letters: ``listen``, ``no solution``, ``LRL``."""
+    """Return whether a text is words, not a product of its letters: ``listen``, ``no solution``, ``LRL``."""
     bare = unwrapped(text)
     if not re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]*", bare):
         return False
@@ -77,7 +77,7 @@ def choice(text: str) -> Choice | None:
 
 
 def elements(text: str) -> list[str]:
-    r"""The parts of a list, one for what is no list; ``\pm 2`` are two."""
+    r"""The parts of a list, or the text itself when it is not a list; ``\pm 2`` are two."""
     found = []
     for part in _split(text, _SEPARATOR):
         signs = re.split(r"\\pm(?![a-zA-Z])|±", part)
@@ -118,7 +118,7 @@ def equation(text: str) -> Equation | None:
 
 
 def is_name(text: str) -> bool:
-    r"""Whether a text is only the name of a value: ``x``, ``f(2)``, ``\angle ABC``, ``speed``; not ``xy``."""
+    r"""Return whether a text just names a value: ``x``, ``f(2)``, ``\angle ABC``, ``speed``; not ``xy``."""
     text = unwrapped(text).strip()
     if re.fullmatch(r"\\frac\s*\{d\w*\}\s*\{d\w+\}|d\w/d\w", text):
         return True

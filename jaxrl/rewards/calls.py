@@ -66,7 +66,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one call gave. Plain data, so that it crosses a process border as JSON."""
+    """Result of one call. Plain data, so that it crosses a process border as JSON."""
 
     values: list[float | None] = dataclasses.field(default_factory=list)
     answers: list[str | None] = dataclasses.field(default_factory=list)
@@ -243,7 +243,7 @@ def load(name: str, args: Mapping[str, Any]) -> Reward:
             "name",
         )
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{name!r} is no plain function (nor an object called like one)", "name")
+        raise ConfigError(f"{name!r} is not a plain function (nor an object called like one)", "name")
     _signature(name, function)
     return Reward(
         name=name,
@@ -292,7 +292,7 @@ def _checked(result: Any, count: int) -> tuple[list[float | None], list[tuple[in
         len(result)  # refuses generators, which may never end
         items = list(result)
     except TypeError:
-        text = f"returned {_shown(result)}; needed is a list of {count} numbers (or None)"
+        text = f"returned {_shown(result)}; expected a list of {count} numbers (or None)"
         raise _Unusable("type", text) from None
     if len(items) != count:
         raise _Unusable("count", f"returned {len(items)} values for {count} samples")

@@ -71,7 +71,7 @@ class RewardTerm:
 
     @property
     def is_given(self) -> bool:
-        """Whether the term is scored elsewhere, not by a function."""
+        """True when the term is scored elsewhere, not by a function."""
         return self.is_model or self.is_environment
 
     def problems(self) -> Iterable[tuple[str, str]]:
@@ -161,7 +161,7 @@ class RewardsConfig:
             hint = nearest(self.task_term, titles)
             yield (
                 "task_term",
-                f"{self.task_term!r} is no term; there are {titles}"
+                f"{self.task_term!r} is not a term; there are {titles}"
                 + (f"; did you mean {hint!r}?" if hint else ""),
             )
         for title, count in Counter(titles).items():

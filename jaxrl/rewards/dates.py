@@ -59,7 +59,10 @@ def read_time(text: str) -> Time | None:
 
 
 def equal(a: str, b: str) -> bool | None:
-    """Whether two texts are the same date or time; None where at most one is one and it may be a number."""
+    """Return whether two texts are the same date or time.
+
+    None where at most one is a date or time and it may be a number.
+    """
     one, other = read_date(a), read_date(b)
     if one or other:
         return one is not None and other is not None and _same_date(one, other)

@@ -109,7 +109,7 @@ def _after_phrase(text: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """What a text starts with: its LaTeX, else its first sentence."""
+    """The start of a text: its LaTeX, else its first sentence."""
     if latex := _LATEX.match(text):
         return next(group for group in latex.groups() if group is not None)
     line = text.partition("\n")[0]

@@ -39,18 +39,18 @@ def format(
 def problems(args: Mapping[str, Any]) -> Iterable[str]:
     tags, pattern = args.get("tags"), args.get("pattern")
     if tags is not None and pattern is not None:
-        yield "tags and pattern exclude each other; needed is one, or neither for a last line '#### number'"
+        yield "tags and pattern exclude each other; expected one, or neither for a last line '#### number'"
     if tags is not None:
         names = tags if isinstance(tags, list | tuple) else [None]
         if not names or not all(isinstance(n, str) and re.fullmatch(r"[\w-]+", n) for n in names):
-            yield f"tags {tags!r}; needed is a list of names, such as [think, answer]"
+            yield f"tags {tags!r}; expected a list of names, such as [think, answer]"
         elif len(set(names)) < len(names):
             yield f"tags {tags!r}: each can occur only once"
     if pattern is not None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            yield f"pattern {pattern!r} is no regular expression: {error}"
+            yield f"pattern {pattern!r} is not a regular expression: {error}"
 
 
 def needs(args: Mapping[str, Any], opening: str) -> Iterable[str]:

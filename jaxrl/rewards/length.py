@@ -29,11 +29,11 @@ def length(
 def problems(args: Mapping[str, Any]) -> Iterable[str]:
     target, start, limit = (args.get(name) for name in ("target", "start", "limit"))
     if (target is None) == (start is None and limit is None) or (start is None) != (limit is None):
-        yield "needed is either target, or start and limit (tokens)"
+        yield "expected either target, or start and limit (tokens)"
         return
     if any(n is not None and (not isinstance(n, int) or isinstance(n, bool)) for n in (target, start, limit)):
-        yield f"{dict(args)}: needed are whole numbers of tokens"
+        yield f"{dict(args)}: expected whole numbers of tokens"
     elif target is not None and target < 1:
-        yield f"target {target}; needed is at least 1 token"
+        yield f"target {target}; must be at least 1 token"
     elif start is not None and limit is not None and not 0 <= start < limit:
-        yield f"start {start}, limit {limit}; needed is 0 <= start < limit"
+        yield f"start {start}, limit {limit}; must be 0 <= start < limit"

@@ -85,9 +85,9 @@ def answer(completion: str, fallback: str = "phrase") -> str | None:
 
 def problems(args: Mapping[str, Any]) -> Iterable[str]:
     if args.get("fallback", "phrase") not in FALLBACKS:
-        yield f"fallback {args['fallback']!r}; needed is one of {list(FALLBACKS)}"
+        yield f"fallback {args['fallback']!r}; expected one of {list(FALLBACKS)}"
     if not isinstance(args.get("gold", ""), str):
-        yield f"gold {args['gold']!r}; needed is the name of a column"
+        yield f"gold {args['gold']!r}; expected the name of a column"
 
 
 def prepare() -> None:
@@ -96,7 +96,7 @@ def prepare() -> None:
 
 
 def matches(gold: str, found: str) -> bool:
-    """Whether two bare answers (LaTeX or plain) are equal."""
+    """Return whether two bare answers (LaTeX or plain) are equal."""
     if max(len(gold), len(found)) > numerals.MAX_DIGITS:
         return gold.strip() == found.strip()
     return _same(_clean(gold), _clean(found))
@@ -191,7 +191,7 @@ def _in_order(gold: list[str], found: list[str]) -> bool:
 
 
 def _in_any_order(gold: list[str], found: list[str]) -> bool | None:
-    """Whether each part has a partner of its own; None where too many are not plainly the same."""
+    """Return whether each part has a partner of its own; None where too many are not plainly the same."""
     left = [_part(part) for part in found]
     rest = []
     for part in map(_part, gold):
@@ -281,7 +281,7 @@ def _normal(text: str) -> str:
 
 
 def _may_take_long(text: str) -> bool:
-    """Whether parsing, evaluating or simplifying could explode."""
+    """Return whether parsing, evaluating or simplifying could explode."""
     if len(text) > _MAX_CHARACTERS or _depth(text) > _MAX_DEPTH:
         return True
     if re.search(r"\\(?:i*int|oint|sum|prod|lim|bigcup|bigcap)(?![a-zA-Z])", text):
@@ -306,12 +306,12 @@ def _may_take_long(text: str) -> bool:
 
 
 def _large(digits: str, limit: int) -> bool:
-    """Whether an operand is above the limit, or no number (what it stands for may be anything)."""
+    """Return whether an operand is above the limit, or is not a number (and may stand for anything)."""
     return not digits.isdecimal() or len(digits) > 8 or int(digits) > limit
 
 
 def _exponents(text: str) -> Iterable[str]:
-    """What stands above each ``^``: its group, or the run up to the next sign."""
+    """Exponents: the text above each ``^``, its group, or the run up to the next sign."""
     for match in re.finditer(r"\^\s*", text):
         start = match.end()
         if text[start : start + 1] in ("{", "("):

@@ -144,7 +144,7 @@ def read(text: str) -> Numeral | None:
 
 
 def equal(a: Numeral, b: Numeral) -> bool:
-    """Whether two answers name the same number.
+    """Return whether two answers name the same number.
 
     Values are compared exactly, with two allowances: where one has a percent sign and the other has none, 25%
     matches both 0.25 and 25; and a decimal of at least 6 places matches the fraction it is the rounding of.
@@ -198,7 +198,7 @@ def _decimal(text: str) -> Fraction:
 
 
 def _suffixes(text: str, currency: str) -> tuple[bool, int, units.Unit | None]:
-    """(percent, power of ten, unit) of the text after a number; the unit is None where it is no unit."""
+    """(percent, power of ten, unit) of the text after a number; the unit is None for other texts."""
     scale = 0
     if match := _SCALE.match(text):
         scale, text = _SCALES[match[1].lower()], text[match.end() :]
@@ -208,7 +208,7 @@ def _suffixes(text: str, currency: str) -> tuple[bool, int, units.Unit | None]:
 
 
 def read_based(text: str) -> tuple[str, int] | None:
-    """(digits, base) of ``1010_2``, ``(2A)_{16}`` or ``1010 base 2``; None where it is no such number.
+    """(digits, base) of ``1010_2``, ``(2A)_{16}`` or ``1010 base 2``; None for other texts.
 
     The first of the digits has to be 0 to 9: ``A_{12}`` is an entry of a matrix.
     """
@@ -223,7 +223,7 @@ def read_based(text: str) -> tuple[str, int] | None:
 
 
 def equal_based(a: tuple[str, int] | None, b: tuple[str, int] | None, text: str) -> bool:
-    """Whether two answers, of which one or both have a base, are equal; ``text`` is that of the one without.
+    """Return whether two answers, one or both with a base, are equal; ``text`` is that of the one without.
 
     A base on one side only is ignored: the digits have to be the same.
     """

@@ -28,7 +28,7 @@ _FIRST_RETRIES = 16
 
 
 class Scores(NamedTuple):
-    """What B samples got."""
+    """Rewards of B samples."""
 
     rewards: np.ndarray
     """[B] float64: weighted sum over the terms that did not abstain; NaN where all did."""
@@ -253,11 +253,11 @@ class _Batch:
     def give(self, given: Mapping[str, np.ndarray]) -> None:
         wanted = {term.title for term in self._config.given_terms}
         if set(given) != wanted:
-            raise ValueError(f"given parts {sorted(given)}; needed are those of {sorted(wanted)}")
+            raise ValueError(f"given parts {sorted(given)}; expected those of {sorted(wanted)}")
         for title, values in given.items():
             values = np.asarray(values, np.float64)
             if values.shape != (self.size,):
-                raise ValueError(f"given part {title!r} has shape {values.shape}; needed is {(self.size,)}")
+                raise ValueError(f"given part {title!r} has shape {values.shape}; expected {(self.size,)}")
             # An infinite score would make every reward of its group useless.
             good = np.isfinite(values) | np.isnan(values)
             self.parts[title] = np.where(good, values, np.nan)

@@ -58,7 +58,7 @@ class Unit:
         return bool(self.measure or self.words)
 
     def agrees(self, other: Unit) -> bool:
-        """Whether both can be said of one value; an empty one goes with every other."""
+        """Return whether both can be said of one value; an empty one goes with every other."""
         if not self or not other:
             return True
         if self.measure or other.measure:
@@ -87,7 +87,7 @@ def read(text: str, currency: str = "") -> Unit | None:
             sign = match["scale"] or ("deg" if match["degree"] else match["currency"])
             found.known(_known(sign) or sign)
         elif (word := match["word"]) and not found.word(word):
-            # A word that is no known unit stands after a space or in \\text: in 3x and 2 pi there is none.
+            # A word that is not a known unit stands after a space or in \\text: in 3x and 2 pi there is none.
             if word.lower() in _NO_UNIT or not (
                 depth or word.lower() in _IGNORED or (spaced and len(word) > 2)
             ):
@@ -99,7 +99,7 @@ def read(text: str, currency: str = "") -> Unit | None:
 
 
 class _Reader:
-    """What has been read of a unit so far."""
+    """The part of a unit that has been read so far."""
 
     def __init__(self) -> None:
         self.measure: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class _Reader:
         self.measure[self._last] += self.sign * (power - 1) if self._last else 0
 
     def word(self, word: str) -> bool:
-        """Whether it is a known unit, or one of the words of its power."""
+        """Return whether it is a known unit, or one of the words of its power."""
         if match := re.fullmatch(r"(?:(square|sq)|(cubic)|(squared)|(cubed))\.?", word, re.IGNORECASE):
             power = 2 if match[1] or match[3] else 3
             if match[1] or match[2]:

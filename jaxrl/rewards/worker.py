@@ -12,7 +12,7 @@ from jaxrl.workers.local import Serve
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a worker is told first."""
+    """First message to a worker."""
 
     terms: list[tuple[str, dict[str, Any]]]
     """(name, args) of each function term; a request names its term by position."""

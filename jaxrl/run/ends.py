@@ -1,6 +1,6 @@
-"""What ends completions, and what of their text rewards read: found for a run, and checked at its start.
+"""Ends of completions, and the part of their text that rewards read: found for a run, checked at its start.
 
-A completion ends with a stop id, which is learned and is no part of its text, with a stop string, before
+A completion ends with a stop id, which is learned and is not part of its text, with a stop string, before
 which its text is cut, or at the limit of tokens.
 """
 

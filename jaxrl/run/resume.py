@@ -1,5 +1,4 @@
-"""How a run continues: which folder it may use, what a checkpoint tells, and what may have changed
-since."""
+"""Continuing a run: the folder it may use, what a checkpoint tells, and what may have changed since."""
 
 from __future__ import annotations
 
@@ -96,11 +95,11 @@ def _set_aside(run: Folder) -> None:
 
 
 _RECORDS = (METRICS_FILE, WANDB_ID_FILE)
-"""What a run needs to go on on another machine, beside its checkpoints."""
+"""Files beside its checkpoints that a run needs to continue on another machine."""
 
 
 def _is_elsewhere(config: RunConfig, run: Folder) -> bool:
-    """Whether the checkpoints' folder is another than the run's own."""
+    """True when the checkpoints' folder is another than the run's own."""
     return run.remote or not run.exists() or not os.path.samefile(run.path, config.run_dir)
 
 
@@ -204,7 +203,7 @@ def run_meta(
     pending: Mapping[str, float] | None,
     origin: str | None,
 ) -> dict[str, Any]:
-    """What a checkpoint says beside its arrays.
+    """Facts that a checkpoint holds beside its arrays.
 
     Args:
         data: position of the prompt or row iterator.

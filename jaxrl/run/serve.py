@@ -84,7 +84,7 @@ def check_address(host: str, port: int) -> None:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"{host!r} is no address of this machine ({error})", "--host") from error
+        raise ConfigError(f"{host!r} is not an address of this machine ({error})", "--host") from error
     with socket.socket(family, kind) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

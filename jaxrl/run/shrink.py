@@ -108,11 +108,11 @@ class Rows:
     """The few rows that a small run reads."""
 
     train: int
-    """The first so many rows of ``data``."""
+    """Number of rows of ``data``, the first ones."""
     held_out: int
-    """The first so many rows of ``eval``; 0: none."""
+    """Number of rows of ``eval``, the first ones; 0: none."""
     longest_tokens: int
-    """Of the longest prompt (of a row of supervised training, with its answer)."""
+    """Tokens of the longest prompt (of a row of supervised training, with its answer)."""
 
 
 def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -> RunConfig:

@@ -1,4 +1,4 @@
-"""python -m jaxrl.smoke: a run's own configuration, small, on this machine's CPU, before a slice is booked.
+"""python -m jaxrl.smoke: a run's own configuration, small, on this machine's CPU, before you reserve a slice.
 
     scripts/smoke.sh configs/my_run.yaml algo.kl_coef=0.01
 
@@ -60,7 +60,7 @@ class StageError(Exception):
 
 
 class Stages:
-    """What was checked: name, seconds and findings, printed as a table."""
+    """The checks so far: name, seconds and findings, printed as a table."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float | None, list[str], bool]] = []
@@ -271,7 +271,7 @@ def _try_rewards(parts: Setup, prompts: list[Any], stages: Stages) -> None:
     """Every reward function on the reference answers and on empty completions of some rows.
 
     Raises:
-        ConfigError: a term needs a column that is not there.
+        ConfigError: a term needs a column that the data lacks.
         UserCodeError: a term worked on none of them.
     """
     config = parts.config
@@ -413,7 +413,7 @@ def _short(text: str, characters: int = 120) -> str:
 
 
 def limits(config: RunConfig) -> list[str]:
-    """What a smoke run of ``config`` says nothing about."""
+    """Properties of ``config`` that a smoke run says nothing about."""
     unseen = [
         "memory and speed on the slice (the model was small, the devices virtual)",
         "the weights' values, and whether training helps",

@@ -63,7 +63,7 @@ class Watch:
             )
 
     def _lasts(self, name: str, so: bool) -> bool:
-        """Whether it has been so for ``STEPS`` steps in a row, said once: then it is counted no more."""
+        """Return whether it has been so for ``STEPS`` steps in a row, once: then it is counted no more."""
         if self._in_a_row.get(name) == STEPS:
             return False
         self._in_a_row[name] = self._in_a_row.get(name, 0) + 1 if so else 0

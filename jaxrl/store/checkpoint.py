@@ -100,7 +100,7 @@ class Checkpoints:
     Args:
         run_dir: the run's folder, local or ``gs://...``.
         config: what to keep, and how to write.
-        read_only: the folder must be there; nothing in it is changed.
+        read_only: the folder must exist; nothing in it is changed.
 
     Raises:
         ConfigError: the folder is missing (``read_only``) or cannot be used.
@@ -163,7 +163,7 @@ class Checkpoints:
                     self.directory.make()
                 elif not self.directory.exists():
                     raise ConfigError(
-                        f"{self.directory}: no such folder; needed is that of a run that has checkpoints"
+                        f"{self.directory}: no such folder; expected that of a run that has checkpoints"
                     )
                 found = [[step, metrics] for step, metrics in _scan(self.directory).items()]
                 if not self._read_only:
@@ -314,7 +314,7 @@ class Checkpoints:
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What ``save`` was given as ``meta``."""
+        """The ``meta`` that ``save`` was given."""
         return self._restore(step, meta=self._ocp.args.JsonRestore())["meta"]
 
     def restore_params(self, step: int, like: Any) -> Any:

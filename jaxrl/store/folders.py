@@ -24,7 +24,7 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """Whether ``path`` names a place in a bucket."""
+    """Return whether ``path`` names a place in a bucket."""
     return str(path).startswith("gs://")
 
 
@@ -51,8 +51,7 @@ class Folder:
         return self.path.rpartition("/")[2]
 
     def exists(self) -> bool:
-        """Whether it is a folder with something in it, or (not in a bucket, which has no such) an empty
-        one."""
+        """Return whether it is a folder, in a bucket one with something in it."""
         return self._fs.isdir(self.path)
 
     def names(self) -> list[str]:
@@ -138,7 +137,7 @@ class Folder:
                     os.close(descriptor)
 
     def is_inside(self, other: Path | str) -> bool:
-        """Whether its real place, links followed, lies below ``other``'s; always so in a bucket."""
+        """Return whether its real place, links followed, lies below ``other``'s; always so in a bucket."""
         real = os.path.realpath
         return self.remote or real(self.path).startswith(real(other) + os.sep)
 

@@ -20,7 +20,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""What belongs to a tokenizer in a Hugging Face folder; only ``tokenizer.json`` has to be there."""
+"""Files of a tokenizer in a Hugging Face folder; only ``tokenizer.json`` has to exist."""
 
 
 def resolve(name: str, key: str, patterns: Sequence[str]) -> Path:
@@ -35,7 +35,7 @@ def resolve(name: str, key: str, patterns: Sequence[str]) -> Path:
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ConfigError(
-            f"there is no folder {name!r}, from {Path.cwd()}; needed is a Hugging Face folder or a hub name "
+            f"there is no folder {name!r}, from {Path.cwd()}; expected a Hugging Face folder or a hub name "
             "owner/name",
             key,
         )

@@ -29,7 +29,7 @@ class PoolConfig:
     runtime_env: dict[str, Any] = factory(
         dict,
         "Ray's runtime_env (working_dir, py_modules, pip, env_vars, ...): how your files and their packages "
-        "get to the cluster's machines. Empty: they are there, or the Ray job brought them",
+        "get to the cluster's machines. Empty: the machines have them, or the Ray job brought them",
     )
 
     @property
@@ -40,7 +40,7 @@ class PoolConfig:
         if self.is_ray and importlib.util.find_spec("ray") is None:
             yield "kind", "ray is not installed: pip install 'jaxrl[ray]'"
         if not self.address:
-            yield "address", "is empty; needed is auto, host:port or local"
+            yield "address", "is empty; expected auto, host:port or local"
         if self.num_cpus < 0:
             yield "num_cpus", f"{self.num_cpus}: needs 0 or more"
         for name, amount in self.resources.items():

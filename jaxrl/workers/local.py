@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxrl.config import ConfigError, UserCodeError, import_by_path
 
 Serve = Callable[[Any], Iterator[Any]]
-"""What a worker does with a request: yields its JSON-able answers, each within the time limit."""
+"""Work of a worker on a request: yields its JSON-able answers, each within the time limit."""
 
 _START_SECONDS = 300.0
 """Limit for a worker's imports. Generous: a cold network disk and a busy machine are no error."""
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
     request: Any
     """As it was submitted."""
     number: int
-    """Of the answer, from 0. After a failure the request's later answers do not come."""
+    """Number of the answer, from 0. After a failure the request's later answers do not come."""
     answer: Any
     failure: tuple[str, str] | None
     """("timeout" or "crash", text): its process was lost."""
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 
 class Requests(abc.ABC):
-    """What all kinds of workers share: a queue, and workers that have a ``job`` or none."""
+    """The part that all kinds of workers share: a queue, and workers that have a ``job`` or none."""
 
     _who: str
     _workers: list[Any]
@@ -75,7 +75,7 @@ class Requests(abc.ABC):
 
     @property
     def busy(self) -> bool:
-        """Whether a submitted request has answers to come."""
+        """Return whether a submitted request has answers to come."""
         return bool(self._queue) or any(w.job for w in self._workers)
 
     def submit(self, request: Any, *, answers: int = 1, first: bool = False) -> None:
@@ -137,7 +137,7 @@ class Workers(Requests):
 
     @property
     def started(self) -> bool:
-        """Whether all have done their imports."""
+        """Return whether all have done their imports."""
         return all(w.ready for w in self._workers)
 
     def submit_pickled(self, pickled: bytes, *, answers: int = 1) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger("jaxrl")
 _START_SECONDS = 600.0
 """Limit for the first worker: the cluster may have to grow, and to fetch an image."""
 _NETWORK_SECONDS = 60.0
-"""How much longer than its time limits a request may take before its actor counts as lost."""
+"""Time beyond its limits that a request may take before its actor counts as lost."""
 _CONNECT_SECONDS = 30.0
 _ATTEMPTS = 3
 
@@ -245,7 +245,7 @@ def _probe(address: str) -> None:
 
 
 class Found(NamedTuple):
-    """What an actor says: replies, or why its process cannot start."""
+    """Answer of an actor: replies, or why its process cannot start."""
 
     replies: Sequence[tuple[int, str | None, tuple[str, str] | None]] = ()
     """(number, answer as JSON, failure) of a request."""

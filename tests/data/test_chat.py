@@ -212,5 +212,5 @@ def test_nothing_to_learn_or_no_template_is_refused(tokenizers, fixtures, tmp_pa
         Renderer(DataConfig(messages="talk"), tokenizers["chars"]).training_row({"talk": TALK[:2]})
     tokenizers["qwen3"].save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ConfigError, match=r"data.chat_template: .*no chat template; needed is none"):
+    with pytest.raises(ConfigError, match=r"data.chat_template: .*no chat template; expected none"):
         Renderer(DataConfig(), load_tokenizer(str(tmp_path)))

@@ -180,7 +180,7 @@ def test_rows_of_the_users_own_code(user):
         rows_of(source=f"{user}:rows", options={"coutn": 2})
     with pytest.raises(ConfigError, match=r"data.path: .*takes no path"):
         rows_of(source=f"{user}:rows", path="x")
-    with pytest.raises(ConfigError, match=r"data.source: .*no function"):
+    with pytest.raises(ConfigError, match=r"data.source: .*not a function"):
         rows_of(source=f"{user}:number")
     with pytest.raises(ConfigError, match=r"data.source: .*did you mean 'rows'"):
         rows_of(source=f"{user}:row")

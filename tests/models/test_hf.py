@@ -182,7 +182,12 @@ MISMATCHES = [
     ("missing shard", "llama_sharded", remove("model-00003-of-00006.safetensors"), "'model-00003.*missing"),
     ("no weights", "llama", remove("model.safetensors"), f"neither model.safetensors nor {INDEX}"),
     ("no safetensors", "llama", write("model.safetensors", "PK" * 99), "cannot be read as safetensors"),
-    ("shard elsewhere", "llama_sharded", write(INDEX, OUTSIDE), "'../x.safetensors' is no plain file name"),
+    (
+        "shard elsewhere",
+        "llama_sharded",
+        write(INDEX, OUTSIDE),
+        "'../x.safetensors' is not a plain file name",
+    ),
     ("no map", "llama_sharded", write(INDEX, "{}"), "needs a weight_map"),
 ]
 

@@ -26,8 +26,8 @@ def refused(*overrides):
         ("[{name: 'no_such_module:f'}]", "terms.0.name", ["no_such_module"]),
         (f"[{{name: '{USER}:wher'}}]", "terms.0.name", ["wher", "where"]),
         ("[{name: 'nowhere.py:f'}]", "terms.0.name", ["nowhere.py"]),
-        (f"[{{name: '{USER}:asynchronous'}}]", "terms.0.name", ["no plain function"]),
-        (f"[{{name: '{USER}:Counter'}}]", "terms.0.name", ["no plain function"]),
+        (f"[{{name: '{USER}:asynchronous'}}]", "terms.0.name", ["not a plain function"]),
+        (f"[{{name: '{USER}:Counter'}}]", "terms.0.name", ["not a plain function"]),
         ("[{name: math_answer, args: {glod: x}}]", "terms.0.args.glod", ["did you mean 'gold'"]),
         (
             "[{name: math_answer, args: {completions: x}}]",

@@ -66,7 +66,7 @@ def problems(config: Settings) -> Iterable[tuple[str, str]]:
             yield (
                 "source",
                 (
-                    f"{config.source!r} is no source"
+                    f"{config.source!r} is not a source"
                     + (f"; did you mean {hint!r}?" if hint else "")
                     + f" Built in are {', '.join(names())}; your own is pkg.module:name or file.py:name"
                 ),
@@ -100,7 +100,7 @@ def open_source(config: Settings, section: str = "data") -> Rows:
         load = import_by_path(config.source, f"{section}.source")
         if not callable(load):
             raise ConfigError(
-                f"{config.source!r} is no function; needed is one that returns rows", f"{section}.source"
+                f"{config.source!r} is not a function; expected one that returns rows", f"{section}.source"
             )
         found = list(_call_problems(load, config))
         if found:
@@ -169,7 +169,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def path_problems(path: str) -> Iterable[tuple[str, str]]:
-    """What a source that reads files says about its path."""
+    """Problems of the path of a source that reads files."""
     if not find_files(path):
         yield "path", f"{path!r}: there is no such file, from the folder {Path.cwd()}"
 

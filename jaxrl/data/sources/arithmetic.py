@@ -35,7 +35,7 @@ def load(
         split: train or test: for equal digits, operators and seed, neither shares a problem with the other,
             nor a mirror image of one.
         rows: number of rows; None: all of the split, at most 100,000.
-        digits: the operands are the numbers of at most so many digits, from 0.
+        digits: most digits of an operand; operands start at 0.
         operators: which of + - * occur, for example "+-".
         label_noise: share of rows whose ``answer`` is wrong in one digit: a weak teacher for a supervised
             warm start.

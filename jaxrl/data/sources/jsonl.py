@@ -49,7 +49,7 @@ class JsonLines:
             raise ConfigError(f"{file}:{number} is not JSON: {error}", "path") from None
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{file}:{number} holds a {type(row).__name__}; needed is an object with columns", "path"
+                f"{file}:{number} holds a {type(row).__name__}; expected an object with columns", "path"
             )
         return row
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class KnownModel(NamedTuple):
-    """What a plan needs to know of a model."""
+    """Facts of a model that a plan needs."""
 
     config: dict[str, Any]
     """For ``ModelConfig.from_hf``."""

@@ -52,7 +52,7 @@ def write_report(
 
 
 def summary(run_dir: str | os.PathLike) -> str:
-    """What people ask about a run first, a fact a line: ``Held-out pass@1  14.4% → 82.6%  (+68.3 points)``.
+    """Facts that people ask about first, one a line: ``Held-out pass@1  14.4% → 82.6%  (+68.3 points)``.
 
     Raises:
         ConfigError: the run cannot be read.

@@ -1,4 +1,4 @@
-"""How plots are drawn, with matplotlib.
+"""Drawing of plots, with matplotlib.
 
 Colours tell the lines of one run apart; with several runs colours tell the runs apart, and dashes the lines.
 They are chosen to stay apart under the common forms of colour blindness. In a page they are CSS variables,

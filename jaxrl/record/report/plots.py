@@ -29,7 +29,7 @@ class Plot:
     spread: str = ""
     """Metric of the standard deviation drawn as a band around the first line."""
     note: str = ""
-    """What to look for, one sentence."""
+    """Advice on reading the plot, one sentence."""
 
     def find(self, runs: Sequence[Curves]) -> list[tuple[str, str]]:
         """(metric, label) of every line that at least one of the runs has, in the order of ``lines``."""
@@ -140,7 +140,7 @@ PLOTS: tuple[Plot, ...] = (
         section=POLICY,
         scale="log",
         lines=((r"algo/ratio_mean", "mean"), (r"algo/ratio_(?!mean$)(.+)", "{0}")),
-        note="New over old probability of the sampled tokens; 1 is no change.",
+        note="New over old probability of the sampled tokens; 1 means unchanged.",
     ),
     Plot(
         key="zero_spread",

@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read back: its curves, events, config and samples."""
+"""The folder of a run, read back: its curves, events, config and samples."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Curves:
 
 
 class Run:
-    """What the folder of a run holds.
+    """The folder of a run.
 
     Raises:
-        ConfigError: there is no metrics file, it holds no step, or a line but the last is no JSON object.
+        ConfigError: there is no metrics file, it holds no step, or a line but the last is not JSON object.
     """
 
     def __init__(self, run_dir: str | os.PathLike):
@@ -91,7 +91,7 @@ def _float(value: Any) -> float:
 def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
     """(step -> metrics, events). A torn last line is left out: the run may be writing it right now."""
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file; needed is the folder of a run that has begun")
+        raise ConfigError(f"{path}: there is no such file; expected the folder of a run that has begun")
     lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
     steps: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
             if number == len(lines):
                 break
             raise ConfigError(
-                f"{path}: line {number} is no JSON object with a step or an event: {line[:80]!r}"
+                f"{path}: line {number} is not a JSON object with a step or an event: {line[:80]!r}"
             )
         if "event" in record:
             events.append(record)
@@ -109,7 +109,7 @@ def _read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
             steps.setdefault(int(record.pop("step")), {}).update(record)
     if not steps:
         what = "is empty" if not any(line.strip() for line in lines) else "holds no complete step"
-        raise ConfigError(f"{path}: the file {what}; needed is a run that has finished at least one step")
+        raise ConfigError(f"{path}: the file {what}; expected a run that has finished at least one step")
     return steps, events
 
 
