@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import ConfigError
-from jaxrl.data import columns, dates
+from jaxrl.data import columns, template_dates
 from jaxrl.data.columns import Row, fill
 from jaxrl.data.config import DataConfig
 from jaxrl.data.shown import Shown, printed_object
@@ -73,11 +73,11 @@ class Renderer:
                 f"{section}.chat_template",
             )
         source = "" if self.plain else self.template or str(tokenizer.hf.chat_template)
-        self.prints_date = dates.prints_date(source)
+        self.prints_date = template_dates.prints_date(source)
         if self.prints_date and config.chat_template_date:
             own = tokenizer.hf.get_chat_template(self.template, tools=[{}] if config.tools else None)
             try:
-                self.template = dates.fixed(own, config.chat_template_date)
+                self.template = template_dates.fixed(own, config.chat_template_date)
             except ConfigError as error:
                 raise ConfigError(error.problems[0][1], f"{section}.chat_template") from None
         variables = dict.fromkeys(config.chat_template_args, "chat_template_args.{}")

@@ -16,11 +16,10 @@ import dataclasses
 import inspect
 import json
 import math
-import pkgutil
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
@@ -28,7 +27,6 @@ from jaxrl.config import ConfigError, import_by_path, mistyped, nearest
 Message = Mapping[str, Any]
 """{"role": "tool", "content": "..."}"""
 
-_MACHINERY = {"calls", "config", "pool"}
 _DETAIL_CHARACTERS = 6000
 _METRICS = {
     "turns_mean", "tokens_mean", "rows_mean", "reward_mean", "errors", "out_of_turns_fraction", "seconds",
@@ -84,9 +82,9 @@ class Outcome:
 
 
 def built_in_names() -> list[str]:
-    """The short names ``environment.name`` can use: the files of this folder."""
-    folder = sys.modules[__package__].__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name not in _MACHINERY)
+    """Short names that ``environment.name`` can use: files of this folder with a class ``Environment``."""
+    files = Path(__file__).parent.glob("*.py")
+    return sorted(f.stem for f in files if "\nclass Environment:" in f.read_text(encoding="utf-8"))
 
 
 def load(name: str, args: Mapping[str, Any]) -> Environment:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.rewards.calls import reference_column
+from jaxrl.rewards.functions import reference_column
 
 _NUMBER = re.compile(r"(?<!\d)(?<!\d\.)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from jaxrl.config import ConfigError, factory, from_dict, nearest, required, setting
-from jaxrl.rewards import calls
+from jaxrl.rewards import functions
 from jaxrl.workers.config import PoolConfig
 
 REWARD_MODEL = "reward_model"
@@ -104,7 +104,7 @@ class RewardTerm:
                 yield from error.problems
             return
         try:
-            yield from calls.load(self.name, self.args).problems()
+            yield from functions.load(self.name, self.args).problems()
         except ConfigError as error:
             yield from (("name", message) for _, message in error.problems)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.rewards.calls import reference_column
+from jaxrl.rewards.functions import reference_column
 
 
 def exact_match(

@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl.rewards import answer_forms, dates, numerals, units
-from jaxrl.rewards.calls import reference_column
 from jaxrl.rewards.final_answer import FALLBACKS, extract, unmarked
+from jaxrl.rewards.functions import reference_column
 
 _LETTER = re.compile(rf"{units.TEXT}\s*([a-zA-Z])\s*\}}")
 _MAX_CHARACTERS = 400

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxrl.config import ConfigError, UserCodeError
-from jaxrl.rewards import calls
+from jaxrl.rewards import functions
 from jaxrl.rewards.config import RewardsConfig, RewardTerm
-from jaxrl.rewards.processes import Processes, Result
-from jaxrl.rewards.worker import Request, Setup
+from jaxrl.rewards.workers import Processes, Request, Result, Setup
 
 log = logging.getLogger("jaxrl")
 
@@ -57,7 +56,7 @@ class Here:
     """Makes calls in this process, without a time limit: one that hangs or crashes takes the run with it."""
 
     def __init__(self, setup: Setup):
-        self._rewards = [calls.load(name, args) for name, args in setup.terms]
+        self._rewards = [functions.load(name, args) for name, args in setup.terms]
 
     @property
     def pids(self) -> list[int]:
@@ -95,7 +94,7 @@ class RewardPool:
         self._functions = [term for term in config.terms if not term.is_given]
         named = [(term.name, dict(term.args)) for term in self._functions]
         setup = Setup(terms=named, timeout_seconds=config.timeout_seconds)
-        rewards = [calls.load(name, args) for name, args in setup.terms]
+        rewards = [functions.load(name, args) for name, args in setup.terms]
         self._each = [
             reward.built_in if term.per_sample is None else term.per_sample
             for term, reward in zip(self._functions, rewards, strict=True)
@@ -126,7 +125,7 @@ class RewardPool:
             failed: samples that are no completions, with the kind of failure: they count as failed in every
                 term.
         """
-        rows = calls.Rows(
+        rows = functions.Rows(
             prompts=list(prompts),
             completions=list(completions),
             token_ids=[np.asarray(ids).tolist() for ids in token_ids],
@@ -161,7 +160,7 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, rows: calls.Rows, batch: _Batch) -> None:
+    def _run(self, rows: functions.Rows, batch: _Batch) -> None:
         everything = list(range(len(rows)))
         plan = [(term, everything, each) for term, each in enumerate(self._each)]
         failed = self._carry_out(rows, batch, plan)
@@ -179,7 +178,7 @@ class RewardPool:
                 self._carry_out(rows, batch, [(term, rest, True)])
 
     def _carry_out(
-        self, rows: calls.Rows, batch: _Batch, plan: list[tuple[int, list[int], bool]]
+        self, rows: functions.Rows, batch: _Batch, plan: list[tuple[int, list[int], bool]]
     ) -> dict[int, tuple[str, str]]:
         """Run (term, rows, one call each), record it. Returns how calls for several rows failed, by term."""
         requests = [
@@ -264,7 +263,7 @@ class _Batch:
             if not good.all():
                 self.errors[f"{title}/nan"] += int((~good).sum())
 
-    def record(self, term: int, rows: list[int], outcome: calls.Outcome) -> None:
+    def record(self, term: int, rows: list[int], outcome: functions.Outcome) -> None:
         part = self.parts[self._functions[term].title]
         bad = {i for i, _, _ in outcome.bad}
         for i, row in enumerate(rows):
@@ -303,7 +302,7 @@ def _slices(rows: list[int], workers: int) -> list[list[int]]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def _check_lengths(rows: calls.Rows) -> None:
+def _check_lengths(rows: functions.Rows) -> None:
     lengths = {
         "prompts": len(rows.prompts),
         "completions": len(rows.completions),

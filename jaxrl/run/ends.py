@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxrl.config import ConfigError
 from jaxrl.data.chat import Renderer
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.rewards import calls
+from jaxrl.rewards import functions
 from jaxrl.run.settings import RunConfig
 
 logger = logging.getLogger("jaxrl")
@@ -82,7 +82,7 @@ def _reward_problems(config: RunConfig, renderer: Renderer) -> Iterator[tuple[st
     for number, term in enumerate(config.rewards.terms):
         if term.is_given:
             continue
-        for text in calls.load(term.name, term.args).needs(term.args, renderer.answer_opening):
+        for text in functions.load(term.name, term.args).needs(term.args, renderer.answer_opening):
             key, title = f"rewards.terms.{number}", term.title
             hidden = "" if rollout.keep_special_tokens else _special_in(text, tokenizer)
             cut = next((stop for stop in cuts if stop in text), "")

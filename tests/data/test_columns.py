@@ -15,7 +15,7 @@ from jaxrl.data.config import DataConfig
 from jaxrl.data.pipeline import SftIterator, load_prompts
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.environments.calculator import Environment
-from jaxrl.rewards.calls import Rows, load
+from jaxrl.rewards.functions import Rows, load
 
 NESTED = {"id": 7, "reward_model": {"ground_truth": "42", "style": None}, "extra_info": None, "a.b": "dotted"}
 # Prints everything that it is given: tools, contents or their parts, and calls as JSON.

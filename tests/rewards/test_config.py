@@ -103,6 +103,11 @@ def test_good_settings():
     assert [term.title for term in config.given_terms] == ["reward_model"]
 
 
+def test_unknown_names_list_the_built_ins():
+    (message,) = refused("terms=[{name: pool}]").values()
+    assert "['arithmetic', 'exact_match', 'format', 'length', 'math_answer'] and reward_model" in message
+
+
 def test_no_label_takes_the_place_of_a_metric():
     """Every metric ``reward/...`` that the program itself writes, found in its text."""
     files = Path(jaxrl.__file__).parent.rglob("*.py")
