@@ -3,8 +3,8 @@
 The parameters lie sharded on the devices, the host holds one tensor at a time, and the folder gets its
 name when it is complete: a failure leaves none. Its chat template and stop ids are those of the run.
 
-python -m jaxrl.export --run runs/quickstart --output exported/
-python -m jaxrl.export --run runs/quickstart/checkpoints/40 --output exported/ --dtype bfloat16
+    python -m jaxrl.export --run runs/quickstart --output exported/
+    python -m jaxrl.export --run runs/quickstart/checkpoints/40 --output exported/ --dtype bfloat16
 """
 
 from __future__ import annotations

@@ -34,8 +34,10 @@ _LARGEST_BITS = 512
 
 
 class Environment:
-    """Args:
-    gold: column with the right answer.
+    """A calculator beside a question with one right answer.
+
+    Args:
+        gold: column with the right answer.
     """
 
     def __init__(self, *, gold: str = "gold"):

@@ -1,11 +1,4 @@
-"""python -m jaxrl.export: a checkpoint as a complete Hugging Face folder.
-
-The parameters lie sharded on the devices, the host holds one tensor at a time, and the folder gets its
-name when it is complete: a failure leaves none. Its chat template and stop ids are those of the run.
-
-python -m jaxrl.export --run runs/quickstart --output exported/
-python -m jaxrl.export --run runs/quickstart/checkpoints/40 --output exported/ --dtype bfloat16
-"""
+"""The tokenizer of an exported folder: the chat template and the stop ids are those of the run."""
 
 from __future__ import annotations
 

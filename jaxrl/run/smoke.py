@@ -1,10 +1,8 @@
-"""python -m jaxrl.smoke: a run's own configuration, small, on this machine's CPU, before you reserve a slice.
-
-    scripts/smoke.sh configs/my_run.yaml algo.kl_coef=0.01
+"""A rehearsal: everything of a run is checked, then a small copy of it trains, is killed and continues.
 
 Configuration, model and mesh, data, chat template and rewards are those of the run, checked in full. Then the
-model is shrunk (see ``shrink.py``), the mesh keeps its axes, on virtual CPU devices, and the real command
-trains, is killed, continues and evaluates, in a temporary folder. Exit code: 0, or that of what failed.
+model is shrunk (see ``shrink.py``), and the mesh keeps its axes, on virtual CPU devices. The real command
+trains, is killed, continues and evaluates, in a temporary folder.
 """
 
 from __future__ import annotations
