@@ -193,10 +193,28 @@ class AttentionLayout:
     """Divides Ta."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Column:
+    """Values that a loss reads beside the tokens: declared once, filled by a recipe, packed with them."""
+
+    name: str
+    doc: str
+    dtype: Literal["float32", "int32"] = "float32"
+    per: Literal["token", "sequence"] = "token"
+    """sequence: one number for a sequence, which stands at each of its scored tokens in the batch."""
+
+
+ADVANTAGES = Column(name="advantages", doc="How much better than expected; 0 outside loss_mask.")
+ROLLOUT_LOG_PROBS = Column(name="rollout_log_probs", doc="The sampler's (nats).")
+OLD_LOG_PROBS = Column(name="old_log_probs", doc="The policy's at the start of the updates (nats).")
+REF_LOG_PROBS = Column(name="ref_log_probs", doc="The frozen reference's (nats).")
+TARGETS = Column(name="targets", doc="Ids to score in place of the tokens themselves.", dtype="int32")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Packed rows for scoring and update. All arrays [M, R, T] (one micro-batch: [R, T])."""
+    """Packed rows for forward passes and updates. All arrays [M, R, T] (one micro-batch: [R, T])."""
 
     tokens: Any
     """int32; padding is 0 and has segment 0."""
@@ -206,26 +224,18 @@ class TrainBatch:
     """int32; 1, 2, ... number the sequences of a row (a shared prompt has the number of the first sequence
     behind it), 0 is padding."""
     loss_mask: Any
-    """float32; 1 at completion tokens the policy chose and the loss scores."""
+    """float32; 1 at tokens the loss scores."""
     loss_weights: Any
     """float32; the loss is sum(loss_weights * per-token loss) over the whole update."""
-    advantages: Any
-    """float32; the sequence's advantage at each of its completion tokens."""
-    rollout_log_probs: Any
-    """float32; 0 outside loss_mask."""
-    old_log_probs: Any = None
-    """float32 or None: None means the policy itself (first update after a rollout, ratio exactly 1)."""
-    ref_log_probs: Any = None
-    """float32 or None: None when no KL term is used."""
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What else the loss reads, by the name of its ``Column``; 0 where nothing is scored."""
     sample_ids: Any = None
-    """int32; as segment_ids, but the sequences of one sample (the rows of an episode) have one number. None:
-    nothing of the loss is a sequence's, or every sequence is a sample."""
+    """int32; as segment_ids, but the sequences of one sample (the rows of an episode, the two of a pair) have
+    one number. None: every sequence is a sample, or no loss of theirs is a sample's."""
     predictors: Any = None
     """int32 index into T of the token whose hidden state predicts this one; None: always the one before."""
     attention: AttentionLayout | None = None
     """None: the rows are what attention sees."""
-    targets: Any = None
-    """int32 ids whose log-probs count at each token; None: the tokens themselves."""
 
 
 @jax.tree_util.register_dataclass

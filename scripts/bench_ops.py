@@ -36,8 +36,8 @@ from rich.table import Table
 
 from jaxrl.compile.tpu import CHIPS, program_cost, topology_mesh
 from jaxrl.mesh.axes import MeshConfig
-from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import token_log_probs
+from jaxrl.ops.token_loss import token_loss
 
 SIZES = {"qwen": (4096, 151936), "gemma": (5376, 262144)}
 """Width and vocabulary of Qwen3-8B and Gemma-3-27B."""
@@ -124,7 +124,7 @@ def programs(mesh):
                 lambda h, w, t, o, name: token_log_probs(h, w, t, mesh=mesh, implementation=name), name=name
             ),
             functools.partial(
-                lambda h, w, t, o, name: policy_loss(
+                lambda h, w, t, o, name: token_loss(
                     h, w, t, None, o, ratio_loss, mesh=mesh, implementation=name
                 )[0],
                 name=name,
@@ -261,7 +261,7 @@ def cpu_rows(repeats: int = 5) -> list[dict[str, object]]:
     ):
 
         def loss(hidden, head, name=name, token_local=token_local):
-            return policy_loss(
+            return token_loss(
                 hidden,
                 head,
                 targets,

@@ -81,9 +81,11 @@ def sequences(vocabulary: int) -> list[Sequence]:
                     tokens=tokens,
                     loss_mask=mask,
                     loss_weights=mask / (PROMPTS * GROUP * COMPLETION),
-                    advantages=mask * random.normal(),
-                    rollout_log_probs=-mask,
-                    ref_log_probs=-mask,
+                    columns={
+                        "advantages": mask * random.normal(),
+                        "rollout_log_probs": -mask,
+                        "ref_log_probs": -mask,
+                    },
                     group=group,
                     prompt_tokens=PROMPT,
                 )
@@ -124,7 +126,7 @@ class Programs:
         mesh, self.learner = parts.mesh, self.programs.learner
         self.hyper = Hyper.of(parts.config.optim, parts.config.optim.learning_rate)
         self.state = self.learner.init_state(parts.initial_params())
-        batch, count, _ = pack(sequences(parts.vocab_limit), parts.batch_shape)
+        batch, count, _ = pack(sequences(parts.vocab_limit), parts.batch_shape, self.learner.loss.columns)
         self.batch = put(batch, mesh, PartitionSpec(None, BATCH_AXES))
         self.count, self.none = (put(np.int32(n), mesh) for n in (count, 0))
         for part in (self.score, self.optimize, self.update):

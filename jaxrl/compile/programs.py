@@ -8,7 +8,7 @@ bytes that JAX runs one operation at a time, between programs.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.kv_cache import ROWS
 from jaxrl.rollout.sampling import SamplingArrays
 from jaxrl.run.setup import Programs, Setup
-from jaxrl.types import AttentionLayout, TrainBatch, TrainState
+from jaxrl.types import TARGETS, AttentionLayout, Column, TrainBatch, TrainState
 
 PHASES = ("rollout", "rewards", "scoring", "update", "refresh")
 """In the order of a step."""
@@ -63,14 +63,14 @@ def loop_programs(parts: Setup, programs: Programs) -> list[Program]:
         found += reward_programs(parts)
     count, learner = _shape((), np.int32, parts.mesh), programs.learner
     trips = parts.batch_shape.micro_batches
-    if algo.needs_old_log_probs or algo.uses_reference:
-        args: tuple[Any, ...] = (params, {}, batch_shapes(parts), count)
-        if algo.needs_old_log_probs:
+    if roles := algo.forwards.values():
+        given = tuple(column for column in algo.loss.columns if column is TARGETS)
+        args: tuple[Any, ...] = (params, {}, batch_shapes(parts, given), count)
+        if "policy" in roles:
             found.append(Program("score", "scoring", learner.forward, args, trips))
-        if algo.uses_reference:
+        if "reference" in roles:
             found.append(Program("score_reference", "scoring", learner.forward, args, trips))
-    scored = {"old_log_probs": algo.needs_old_log_probs, "ref_log_probs": algo.uses_reference}
-    state, batch = state_shapes(parts, programs), batch_shapes(parts, **scored)
+    state, batch = state_shapes(parts, programs), batch_shapes(parts, algo.loss.columns)
     hyper = jax.eval_shape(lambda: Hyper.of(parts.config.optim, 0.0))
     found.append(Program("update", "update", learner.update, (state, {}, batch, count, hyper), trips))
     if programs.refresh is not None:
@@ -85,12 +85,12 @@ def state_shapes(parts: Setup, programs: Programs) -> TrainState:
     return shapes_with(learner.shardings, jax.eval_shape(learner.init_state, parts.param_shapes()))
 
 
-def batch_shapes(parts: Setup, *, old_log_probs: bool = False, ref_log_probs: bool = False) -> TrainBatch:
+def batch_shapes(parts: Setup, columns: Iterable[Column] = ()) -> TrainBatch:
     """An update's batch, as ``data.packing.pack`` makes it and ``stages`` puts it on the devices."""
     shape, rows = parts.batch_shape, PartitionSpec(None, BATCH_AXES)
 
     def array(dtype, *dims):
-        return _shape((shape.micro_batches, shape.rows, *dims), dtype, parts.mesh, rows)
+        return _shape((shape.micro_batches, shape.rows, *dims), np.dtype(dtype), parts.mesh, rows)
 
     ints, floats = array(np.int32, shape.tokens), array(np.float32, shape.tokens)
     attention = None
@@ -103,10 +103,7 @@ def batch_shapes(parts: Setup, *, old_log_probs: bool = False, ref_log_probs: bo
         segment_ids=ints,
         loss_mask=floats,
         loss_weights=floats,
-        advantages=floats,
-        rollout_log_probs=floats,
-        old_log_probs=floats if old_log_probs else None,
-        ref_log_probs=floats if ref_log_probs else None,
+        columns={column.name: array(column.dtype, shape.tokens) for column in columns},
         sample_ids=ints if shape.whole_samples else None,
         predictors=None if attention is None else ints,
         attention=attention,

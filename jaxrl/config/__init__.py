@@ -1,7 +1,8 @@
 """Config: YAML or gin files and command line overrides become one tree of frozen dataclasses.
 
 This package knows no setting of ours. A section is a frozen keyword-only dataclass that lives beside the code
-that reads it; it declares each key with ``setting``, ``required`` or ``factory``, and may define three hooks:
+that reads it; it declares each key with ``setting``, ``required``, ``factory`` or ``variants``, and may
+define three hooks:
 
 ``presets(cls, given: dict) -> dict`` (classmethod)
     Defaults that depend on what was given, by field name.
@@ -18,7 +19,7 @@ from jaxrl.config.build import from_dict, load, to_yaml
 from jaxrl.config.cli import CommandLine, Parser, parse_cli, run_cli, word_or_config
 from jaxrl.config.docs import describe, markdown
 from jaxrl.config.errors import ConfigError, RunError, UserCodeError, nearest
-from jaxrl.config.fields import factory, required, setting, to_dict
+from jaxrl.config.fields import Variants, factory, required, setting, to_dict, variants
 from jaxrl.config.imports import import_by_path, mistyped
 from jaxrl.config.paths import file_problem, folder_problem, given_file, given_path, path_problem
 
@@ -28,6 +29,7 @@ __all__ = [
     "Parser",
     "RunError",
     "UserCodeError",
+    "Variants",
     "describe",
     "factory",
     "file_problem",
@@ -47,5 +49,6 @@ __all__ = [
     "setting",
     "to_dict",
     "to_yaml",
+    "variants",
     "word_or_config",
 ]

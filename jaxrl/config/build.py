@@ -137,7 +137,9 @@ class _Builder:
             if name in raw:
                 continue
             default, annotation = defaults[name], annotations[name]
-            if fields.is_section(annotation):
+            if fields.variants_of(keys[name]):
+                values[name] = self.key(keys[name], annotation, {}, join(key, name))
+            elif fields.is_section(annotation):
                 like_it = None if default is MISSING else default
                 values[name] = self.section(annotation, {}, join(key, name), like_it)
             elif default is not MISSING:
@@ -161,6 +163,13 @@ class _Builder:
         return self.instance(cls, values, key, clean=len(self.lints) == before[1])
 
     def key(self, field: dataclasses.Field[Any], annotation: Any, raw: Any, key: str) -> Any:
+        if (of := field.metadata.get("variants")) and isinstance(raw, Mapping):
+            try:
+                return self.section(of.choose(raw), raw, key)
+            except ConfigError as error:
+                for name, message in error.problems:
+                    self.refuse(join(key, name), message)
+                return _INVALID
         if isinstance(raw, Mapping):
             inner = [member for member in fields.members(annotation) if fields.is_section(member)]
             if len(inner) == 1 and len(fields.members(annotation)) == 1:
@@ -220,8 +229,11 @@ class _Builder:
         elsewhere = fields.all_keys(self.root)
         same = [other for other in elsewhere if other.rpartition(".")[2] == name]
         close = nearest(name, names)
+        holders = [title for title, other in fields.known_at(self.root, key) if name in fields.keys_of(other)]
         if _is_secret(name, raw):
             hint = _SECRET_ADVICE
+        elif holders:
+            hint = f"it is a key of {key}.name {' or '.join(holders)}"
         elif "." in name:
             hint = "in a file the parts of a key are nested: a line for each section"
         elif close or same:

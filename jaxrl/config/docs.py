@@ -77,6 +77,12 @@ def _tables(cls: Any, key: str = "", doc: str = "") -> Iterator[_Table]:
     rows, below = [], []
     for name, field in keys.items():
         annotation = annotations[name]
+        if titles := field.metadata.get("variants"):
+            below += [
+                (f"{join(key, name)} (name: {title})", section, _first_paragraph(section))
+                for title, section in titles.known.items()
+            ]
+            continue
         inner = [member for member in fields.members(annotation) if fields.is_section(member)]
         items = fields.item_sections(annotation)
         below += [(join(key, name), section, docs[name]) for section in inner]
@@ -86,12 +92,15 @@ def _tables(cls: Any, key: str = "", doc: str = "") -> Iterator[_Table]:
             rows.append(
                 _Row(name=name, type=fields.type_name(annotation), default=_default(default), doc=docs[name])
             )
-    own = inspect.getdoc(cls) or ""
-    first = "" if own.startswith(f"{cls.__name__}(") else " ".join(own.split("\n\n")[0].split())
     if rows:
-        yield _Table(key=key, cls=cls, doc=doc or first, rows=rows)
+        yield _Table(key=key, cls=cls, doc=doc or _first_paragraph(cls), rows=rows)
     for place, section, text in below:
         yield from _tables(section, place, text)
+
+
+def _first_paragraph(cls: type) -> str:
+    own = inspect.getdoc(cls) or ""
+    return "" if own.startswith(f"{cls.__name__}(") else " ".join(own.split("\n\n")[0].split())
 
 
 def _default(value: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
+import operator
 import textwrap
 import types
 import typing
@@ -30,6 +32,28 @@ def required(doc: str, *, path: bool = False) -> Any:
 def factory(make: Callable[[], Any], doc: str) -> Any:
     """A key whose default is made anew each time: a section (its class), a list or a dict."""
     return dataclasses.field(default_factory=make, metadata={"doc": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class Variants:
+    """Sections that may stand in one place, of which the key ``name`` chooses one."""
+
+    choose: Callable[[Mapping[str, Any]], type]
+    """The given keys -> the section's class. ConfigError with key ``name`` when there is none."""
+    known: Mapping[str, type]
+    """Those that are built in, by a name of each; the first is the default."""
+
+
+def variants(of: Variants, doc: str) -> Any:
+    """A section that is one of several; the annotation is their common base class."""
+    make = next(iter(of.known.values()))
+    return dataclasses.field(default_factory=make, metadata={"doc": doc, "variants": of})
+
+
+def variants_of(field: dataclasses.Field[Any]) -> list[type]:
+    """The built-in sections that may stand at a key; none where it is one section, or no section."""
+    found: Variants | None = field.metadata.get("variants")
+    return [] if found is None else list(found.known.values())
 
 
 def keys_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -75,7 +99,8 @@ def container(annotation: Any) -> type | None:
 
 
 def item_type(annotation: Any, part: str) -> Any:
-    """The annotation one step down a dotted key: of a section's key, a list's item or a dict's value.
+    """The annotation one step down a dotted key: of a section's key, a list's item or a dict's value. For a
+    section with variants: the union of them.
 
     Returns Any where nothing is known about it.
     """
@@ -83,7 +108,8 @@ def item_type(annotation: Any, part: str) -> Any:
         args = typing.get_args(member)
         kind = container(member)
         if is_section(member) and part in keys_of(member):
-            return annotations_of(member)[part]
+            others = variants_of(keys_of(member)[part])
+            return functools.reduce(operator.or_, others) if others else annotations_of(member)[part]
         if kind is dict and len(args) == 2:
             return args[1]
         if kind in (list, tuple) and part.isdecimal() and args:
@@ -96,15 +122,28 @@ def sections(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     """Every section of the tree with its place, the root first; items of lists have no place."""
     yield path, cls
     annotations = annotations_of(cls)
-    for name in keys_of(cls):
+    for name, field in keys_of(cls).items():
         for member in members(annotations[name]):
             if is_section(member):
                 yield from sections(member, (*path, name))
+        for variant in variants_of(field):
+            yield from sections(variant, (*path, name))
+
+
+def known_at(cls: type, key: str) -> list[tuple[str, type]]:
+    """(name, section) of each built-in variant of the section at a dotted key; [] where it has none."""
+    *above, last = key.split(".")
+    for path, section in sections(cls):
+        field = keys_of(section).get(last) if list(path) == above else None
+        if field is not None and "variants" in field.metadata:
+            return list(field.metadata["variants"].known.items())
+    return []
 
 
 def all_keys(cls: type) -> list[str]:
     """Every dotted key of the tree, sections included; items of lists left out."""
-    return [".".join((*path, name)) for path, section in sections(cls) for name in keys_of(section)]
+    keys = (".".join((*path, name)) for path, section in sections(cls) for name in keys_of(section))
+    return list(dict.fromkeys(keys))
 
 
 def item_sections(annotation: Any) -> list[type]:

@@ -69,9 +69,15 @@ def checksum(*columns: Sequence[Any]) -> int:
 
 
 def checksum_of(rows: Sequence[Any]) -> int:
-    """Checksum of every field of dataclasses, one a row."""
-    names = [field.name for field in dataclasses.fields(rows[0])] if rows else []
-    return checksum(*([getattr(row, name) for row in rows] for name in names))
+    """Checksum of every field of dataclasses, one a row; of a mapping, every value by its name."""
+    facts: list[dict[str, Any]] = []
+    for row in rows:
+        given = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+        inner = {f"{n}.{k}": v for n, m in given.items() if isinstance(m, Mapping) for k, v in m.items()}
+        facts.append({n: v for n, v in given.items() if not isinstance(v, Mapping)} | inner)
+    names = sorted({name for row in facts for name in row})
+    columns = ([row.get(name) for row in facts] for name in names)
+    return checksum([zlib.crc32(name.encode()) for name in names], *columns)
 
 
 def differences(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,21 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl.learn import losses, optimizer
+from jaxrl.learn import metrics as of_metrics
+from jaxrl.learn import optimizer
+from jaxrl.learn.losses.loss import Loss, Statistics
+from jaxrl.learn.metrics import Metrics, mean_of
 from jaxrl.learn.optimizer import Hyper, float32
 from jaxrl.mesh.sharding import named
 from jaxrl.models import Model
 from jaxrl.models.layout import take
 from jaxrl.ops.axes import BATCH_AXES
-from jaxrl.ops.policy_loss import policy_loss
 from jaxrl.ops.token_log_probs import Implementation, token_log_probs
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.ops.token_loss import token_loss
 from jaxrl.types import Metric, TrainBatch, TrainState
 
 Tree = Any
 """Nested dict of arrays."""
-
-
-class Statistics(NamedTuple):
-    """Of each token of a batch, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is scored."""
-
-    log_probs: jax.Array
-    """Nats, of logits / temperature."""
-    entropies: jax.Array
 
 
 def every_parameter(name: str) -> bool:
@@ -58,7 +52,7 @@ class Learner:
 
     model: Model
     mesh: Mesh
-    algo: AlgoConfig
+    loss: Loss
     temperature: float
     vocab_limit: int | None
     trains: Callable[[str], bool] = every_parameter
@@ -68,6 +62,8 @@ class Learner:
     """Where moments rest (``OptimConfig.state_memory``)."""
     seed: int = 0
     """Of the rounding to bfloat16; float32 parameters and moments have none."""
+    router_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of experts; 0: neither it nor its metrics are computed."""
     log_prob_implementation: Implementation | None = None
 
     def split(self, params: Tree) -> tuple[Tree, Tree]:
@@ -121,7 +117,7 @@ class Learner:
         -> (grads, metrics, Statistics [M, R, T]).
 
         Adds the gradient of the batch's loss to ``grads`` (from ``zeros``; donated). Metrics of several
-        batches merge with ``losses.merge_metrics``. ``update_tokens`` counts the tokens of all batches of the
+        batches merge with ``metrics.merge``. ``update_tokens`` counts the tokens of all batches of the
         update, of which the load-balancing loss of experts is a mean; None: those of this batch.
         """
 
@@ -151,7 +147,7 @@ class Learner:
     def update(self) -> Any:
         """update(state, frozen, batch, num_micro_batches, hyper) -> (state, metrics); the state is donated.
 
-        Metrics are those of ``losses.policy_loss`` over the whole update (see ``losses.finish_metrics``), and
+        Metrics are those of the loss over the whole update (see ``metrics.finish``), and
         those of ``apply``. An update in which no token has weight is skipped too.
         """
 
@@ -164,7 +160,7 @@ class Learner:
                 grads, metrics, _ = self._add_gradients(*given, num_micro_batches, tokens, start)
             weighed = jnp.sum(jnp.abs(batch.loss_weights)) > 0
             state, more = self._apply(state, grads, hyper, weighed)
-            return state, losses.of_update(metrics) | more
+            return state, of_metrics.of_update(metrics) | more
 
         return jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, self._whole))
 
@@ -211,24 +207,45 @@ class Learner:
         """Loss of one micro-batch, and (metrics, Statistics)."""
 
         def of_tokens(log_probs, entropies, micro: TrainBatch):
-            value, metrics = losses.policy_loss(log_probs, entropies, micro, self.algo)
-            return value, (metrics, Statistics(log_probs, entropies))
+            statistics = Statistics(log_probs, entropies)
+            value, metrics = self.loss(statistics, micro)
+            return value, (metrics, statistics)
 
         params = merge(trained, frozen)
         hidden, experts = self.predicting_states(params, micro)
-        loss, (metrics, statistics) = policy_loss(
+        loss, (metrics, statistics) = token_loss(
             hidden,
             self.model.head(params).astype(hidden.dtype),
             _targets(micro),
             micro.loss_mask > 0,
-            dataclasses.replace(micro, predictors=None, attention=None, targets=None),  # the rest is [R, T]
+            dataclasses.replace(micro, predictors=None, attention=None),  # what is left is [R, T]
             of_tokens,
-            token_local=losses.token_local(self.algo),
+            token_local=self.loss.unit == "token",
             **self._head_options,
         )
-        if self.algo.router_loss_coef:
-            loss, metrics = losses.with_router_loss(loss, metrics, micro, update_tokens, self.algo, **experts)
+        if self.router_loss_coef:
+            loss, metrics = self._with_router_loss(loss, metrics, micro, update_tokens, **experts)
         return loss, (metrics, statistics)
+
+    def _with_router_loss(
+        self, loss, metrics: Metrics, micro: TrainBatch, update_tokens, *, router_loss, load_max
+    ) -> tuple[jax.Array, Metrics]:
+        """A micro-batch's loss and metrics with the load-balancing loss of its experts (see
+        ``models/moe.py``).
+
+        That loss is of a product of two means, over all tokens of a micro-batch on all devices. Micro-batches
+        weigh by their tokens; another ``batch.micro_batch_tokens`` gives another, equally good estimate.
+        """
+        tokens = jnp.sum(micro.segment_ids > 0).astype(jnp.float32)
+        share = self.router_loss_coef * router_loss * tokens / jnp.maximum(update_tokens, 1)
+        loss = loss + share
+        found = {
+            "loss/router": Metric(total=share, reduction="sum"),
+            "loss/total": Metric(total=loss, reduction="sum"),
+            "moe/router_loss": mean_of(router_loss, tokens),
+            "moe/load_max": Metric(total=load_max, reduction="max"),
+        }
+        return loss, {**metrics, **jax.lax.stop_gradient(found)}
 
     def _gradient(self, trained: Tree, frozen: Tree, batch: TrainBatch, i, update_tokens):
         """Gradient of micro-batch ``i``, its metrics and Statistics."""
@@ -245,7 +262,7 @@ class Learner:
             if out is not None:
                 out = _put(out, statistics, i)
             grads = jax.tree.map(jnp.add, grads, float32(more))
-            return grads, losses.merge_metrics(metrics, found), out
+            return grads, of_metrics.merge(metrics, found), out
 
         shapes = jax.eval_shape(lambda: self._gradient(trained, frozen, batch, 0, tokens)[1])
         return lax.fori_loop(0, num_micro_batches, body, (grads, _zeros(shapes), out))
@@ -301,7 +318,7 @@ def _filter(tree: Tree, wanted: Callable[[str], bool], prefix: str = "") -> Tree
 
 
 def _targets(micro: TrainBatch) -> jax.Array:
-    return micro.tokens if micro.targets is None else micro.targets
+    return micro.columns.get("targets", micro.tokens)
 
 
 def _zeros(tree: Tree) -> Tree:

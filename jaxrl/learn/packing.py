@@ -8,22 +8,13 @@ with is held once in each row that has some of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config import ConfigError, setting
-from jaxrl.types import AttentionLayout, TrainBatch
-
-_PER_TOKEN = (
-    "loss_mask",
-    "loss_weights",
-    "advantages",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-)
+from jaxrl.types import AttentionLayout, Column, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,19 +143,13 @@ class Sequence:
     """[n] ids."""
     loss_mask: np.ndarray
     """[n] 1 at the tokens the loss scores; 0 at the prompt."""
-    advantages: np.ndarray | float = 0.0
-    """[n], or one number for all tokens of the loss mask."""
-    rollout_log_probs: np.ndarray | None = None
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """By the name of a ``Column``: [n], or one number for all scored tokens."""
     loss_weights: np.ndarray | None = None
-    old_log_probs: np.ndarray | None = None
-    """None in every sequence: the batch has none. The same holds for ref_log_probs."""
-    ref_log_probs: np.ndarray | None = None
     group: int | None = None
     """Sequences of one group begin with the same prompt; None: it shares nothing."""
     prompt_tokens: int = 0
     """Length of that prompt; none of its tokens is scored."""
-    targets: np.ndarray | None = None
-    """[n] ids whose log-probs count; None in every sequence: the tokens themselves."""
     sample: int | None = None
     """Which sample of the step it belongs to: an episode may have several rows. None: one of its own."""
 
@@ -196,7 +181,9 @@ def rows_needed(num_sequences: int, longest_tokens: int, row_tokens: int) -> int
     return -(-num_sequences // max(1, row_tokens // longest_tokens))
 
 
-def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int, PackIndex]:
+def pack(
+    sequences: list[Sequence], shape: BatchShape, columns: Iterable[Column] = ()
+) -> tuple[TrainBatch, int, PackIndex]:
     """Sequences in rows: (batch of numpy arrays [M, R, T], number of non-empty micro-batches, index).
 
     First-fit decreasing finds how many micro-batches are needed, a group next to each other as far as it
@@ -206,8 +193,8 @@ def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int,
 
     Raises:
         ConfigError: a sequence is longer than a row, or all of them need more micro-batches than M.
-        ValueError: an empty sequence, an array of the wrong length, old or ref log-probs in only some
-            sequences, or a prompt that is scored or not that of its group.
+        ValueError: an empty sequence, a column that a sequence lacks or that has the wrong shape, or a prompt
+            that is scored or not that of its group.
     """
     lengths = np.array([len(s) for s in sequences], np.int64)
     if (lengths == 0).any():
@@ -234,7 +221,7 @@ def pack(sequences: list[Sequence], shape: BatchShape) -> tuple[TrainBatch, int,
             "batch.micro_batch_tokens",
         )
     room = _emptiest_first(sequences, groups, shape, used * shape.rows) or room
-    batch, index = _write(sequences, shape, room)
+    batch, index = _write(sequences, shape, room, tuple(columns))
     return batch, used, index
 
 
@@ -354,16 +341,16 @@ def _emptiest_first(
     return room
 
 
-def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[TrainBatch, PackIndex]:
+def _write(
+    sequences: list[Sequence], shape: BatchShape, room: _Room, columns: tuple[Column, ...]
+) -> tuple[TrainBatch, PackIndex]:
     """The arrays of sequences that have their places."""
     lead = shape.micro_batches, shape.rows
     count, tokens = lead[0] * lead[1], shape.tokens
-    names = [n for n in _PER_TOKEN if _has(sequences, n)]
-    floats = {name: np.zeros((count, tokens), np.float32) for name in names}
-    columns = ["tokens", "positions", "segment_ids"]
-    columns += ["sample_ids"] if shape.whole_samples else []
-    columns += ["targets"] if _has(sequences, "targets") else []
-    ints = {name: np.zeros((count, tokens), np.int32) for name in columns}
+    floats = {name: np.zeros((count, tokens), np.float32) for name in ("loss_mask", "loss_weights")}
+    names = ["tokens", "positions", "segment_ids", *(["sample_ids"] if shape.whole_samples else [])]
+    ints = {name: np.zeros((count, tokens), np.int32) for name in names}
+    read = {column.name: np.zeros((count, tokens), column.dtype) for column in columns}
     filled, segments = np.zeros(count, np.int64), np.zeros(count, np.int64)
     numbers: list[dict[Any, int]] = [{} for _ in range(count)]  # of the samples of a row
     attention = None if shape.attention_rows is None else _Attention(shape, count)
@@ -395,14 +382,16 @@ def _write(sequences: list[Sequence], shape: BatchShape, room: _Room) -> tuple[T
             raise ValueError(f"pack: a sequence of group {s.group} does not begin with its prompt")
         start = lay(row, s, slice(prompt, None))
         own = row, slice(start, start + len(s) - prompt)
-        for name in names:
-            floats[name][own] = _values(s, name)[prompt:]
-        if "targets" in ints:
-            ints["targets"][own] = _values(s, "targets")[prompt:]
+        floats["loss_mask"][own] = _as_long(s, "loss_mask", s.loss_mask)[prompt:]
+        if s.loss_weights is not None:
+            floats["loss_weights"][own] = _as_long(s, "loss_weights", s.loss_weights)[prompt:]
+        for column in columns:
+            read[column.name][own] = _values(s, column)[prompt:]
         index[:, i] = shared, prompt, start, len(s) - prompt
         if attention is not None:
             attention.write(room.place[i], index[:, i], first)
     arrays: dict[str, Any] = {name: a.reshape(*lead, tokens) for name, a in (ints | floats).items()}
+    arrays["columns"] = {name: a.reshape(*lead, tokens) for name, a in read.items()}
     if attention is not None:
         arrays |= attention.arrays(lead)
     m, r = np.divmod(room.place[:, 0], shape.rows)
@@ -448,22 +437,19 @@ class _Attention:
         return {"predictors": self.predictors.reshape(*lead, -1), "attention": layout}
 
 
-def _has(sequences: list[Sequence], name: str) -> bool:
-    """Whether the batch has the array: some are optional, for all sequences alike."""
-    if name not in ("old_log_probs", "ref_log_probs", "targets"):
-        return True
-    there = [getattr(s, name) is not None for s in sequences]
-    if any(there) and not all(there):
-        raise ValueError(f"pack: only some of the sequences have {name}")
-    return bool(there) and all(there)
-
-
-def _values(sequence: Sequence, name: str) -> np.ndarray:
-    values = getattr(sequence, name)
-    if values is None:
-        return np.zeros(len(sequence))
-    if name == "advantages" and np.ndim(values) == 0:
+def _values(sequence: Sequence, column: Column) -> np.ndarray:
+    """The column of one sequence, [n]."""
+    if column.name not in sequence.columns:
+        raise ValueError(f"pack: a sequence has no {column.name}, which the loss reads ({column.doc})")
+    values = sequence.columns[column.name]
+    if np.ndim(values) == 0:
         return values * (np.asarray(sequence.loss_mask) > 0)
+    if column.per == "sequence":
+        raise ValueError(f"pack: {column.name} has shape {np.shape(values)}; it must be one number")
+    return _as_long(sequence, column.name, values)
+
+
+def _as_long(sequence: Sequence, name: str, values: np.ndarray) -> np.ndarray:
     if np.shape(values) != (len(sequence),):
         raise ValueError(f"pack: {name} has shape {np.shape(values)}, the sequence {len(sequence)} tokens")
     return values

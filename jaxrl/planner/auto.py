@@ -85,7 +85,7 @@ def search(
         if sum(t.fits for t in found) >= wanted or len(found) >= MOST_TRIED * wanted:
             break
         chosen = applied(config, guess.candidate)
-        updates = (chosen.steps or 1000) * chosen.algo.updates_per_rollout
+        updates = (chosen.steps or 1000) * chosen.algo.updates_per_step
         c = compile_run(
             chosen,
             topology,

@@ -50,7 +50,7 @@ def plan(config: RunConfig, given: argparse.Namespace, console: Console) -> int:
 
 def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, console: Console) -> int:
     """--auto: print the candidates and the plan of the chosen one, and write the overlay."""
-    if config.algo.supervised:
+    if not config.trains_on_rollouts:
         raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
     with Progress(console) as progress:
         tried = auto.search(
@@ -109,7 +109,7 @@ def exit_code(plan: Plan) -> int:
 def assumptions(config: RunConfig, given: argparse.Namespace) -> Assumed:
     """The flags, or the limits of the config."""
     limits = {"prompt_tokens": config.data.max_prompt_tokens, "new_tokens": config.rollout.max_new_tokens}
-    if config.algo.supervised:
+    if not config.trains_on_rollouts:
         limits["new_tokens"] = 0
     found = {}
     for name, limit in limits.items():

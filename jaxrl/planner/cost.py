@@ -121,7 +121,7 @@ def estimate(c: Compilation, config: RunConfig, assumed: Assumed) -> Estimate:
         usage = _usage(compiled.fixed, compiled.once, number, trips, listed["attention_flops"], filled, chip)
         programs[name] = (number, usage)
         phases[listed["phase"]] = phases.get(listed["phase"], Usage()) + usage
-    sampled = 0 if config.algo.supervised else assumed.new_tokens
+    sampled = assumed.new_tokens if config.trains_on_rollouts else 0
     return Estimate(
         programs=programs,
         phases={name: phases[name] for name in PHASES if name in phases},
@@ -163,16 +163,16 @@ def _usage(
 def calls(loop: Mapping[str, Any], config: RunConfig, assumed: Assumed) -> dict[str, tuple[float, float]]:
     """How often a step calls each function, and the iterations of its inner loop at each call."""
     algo, prompts, group = config.algo, config.data.prompts_per_step, config.rollout.group_size
-    sequences = prompts if algo.supervised else prompts * group
+    sequences = prompts * group if config.trains_on_rollouts else prompts
     trips = micro_batches(loop, config, assumed)
-    found: dict[str, tuple[float, float]] = {"update": (algo.updates_per_rollout, trips)}
-    scoring = (algo.num_minibatches, trips)
-    found |= {"score": scoring} if algo.needs_old_log_probs else {}
+    found: dict[str, tuple[float, float]] = {"update": (algo.updates_per_step, trips)}
+    scoring = (algo.minibatches, trips)
+    found |= {"score": scoring} if "policy" in algo.forwards.values() else {}
     found |= {"score_reference": scoring} if algo.uses_reference else {}
     if "slots" not in loop:
         return found
     found["refresh"] = (1, 1)
-    if algo.supervised:
+    if not config.trains_on_rollouts:
         return found
     waves = sequences / concurrent(loop, config, assumed)
     steps = assumed.new_tokens * max(1.0, waves)
@@ -216,8 +216,8 @@ def concurrent(loop: Mapping[str, Any], config: RunConfig, assumed: Assumed) -> 
 def micro_batches(loop: Mapping[str, Any], config: RunConfig, assumed: Assumed) -> int:
     """Micro-batches of one update that hold anything."""
     algo, longest = config.algo, assumed.prompt_tokens + assumed.new_tokens
-    group = 1 if algo.supervised else config.rollout.group_size
-    sequences = -(-config.data.prompts_per_step * group // algo.num_minibatches)
+    group = 1 if not config.trains_on_rollouts else config.rollout.group_size
+    sequences = -(-config.data.prompts_per_step * group // algo.minibatches)
     tokens = loop["row_tokens"]
     if loop["shared"]:
         in_a_row = max(1, (tokens - assumed.prompt_tokens) // max(1, assumed.new_tokens))

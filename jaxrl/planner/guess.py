@@ -130,7 +130,7 @@ class Guesser:
         shared = config.batch.share_prompts and config.rollout.group_size > 1
         prompts = config.data.prompts_per_step if shared else self._sequences
         total = prompts * self.prompt_tokens + self._sequences * self.new_tokens
-        return total / config.algo.num_minibatches
+        return total / config.algo.minibatches
 
     def _one(self, data, fsdp, tensor, rollout_tensor, tokens, remat, memory) -> Guess | None:
         config = self.config
@@ -209,13 +209,13 @@ class Guesser:
         sums = 4 * num_parameters(m) / tensor * 2 * (groups - 1) / groups
         layers = 4 * (passes - 1) * m.num_layers * tokens * m.hidden_size * 2 * (tensor - 1) / tensor
         one = compute + (gathers + sums + layers) / chip.ici_bytes_per_second
-        updates = self.config.algo.updates_per_rollout
-        scored = self.config.algo.needs_old_log_probs + self.config.algo.uses_reference
-        return micro_batches * one * (updates + scored / 3 * self.config.algo.num_minibatches)
+        updates = self.config.algo.updates_per_step
+        scored = len(self.config.algo.forwards)
+        return micro_batches * one * (updates + scored / 3 * self.config.algo.minibatches)
 
     def _host_seconds(self, shards: int, tensor: int, remat: str, moments: float) -> float:
         """Moments and inputs of layers to host memory and back."""
-        m, updates = self.model, self.config.algo.updates_per_rollout
+        m, updates = self.model, self.config.algo.updates_per_step
         inputs = (
             2 * m.num_layers * m.hidden_size * self._tokens / shards / tensor if remat == "offload" else 0
         )

@@ -52,7 +52,7 @@ def residents(parts: Setup, programs: Programs, listed: list[Program]) -> list[R
     for program in listed:
         if program.phase == "rewards":
             found.append(_resident(_reward_model(program), program.args[0]))
-    batch = batch_shapes(parts, old_log_probs=parts.config.algo.needs_old_log_probs)
+    batch = batch_shapes(parts, parts.config.algo.loss.columns)
     found.append(_resident(BATCH, batch, ("scoring", "update")))
     return list({r.name: r for r in found}.values())
 

@@ -2,22 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 
-from jaxrl.config import ConfigError, import_by_path
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.config import ConfigError, import_by_path, setting
+from jaxrl.learn.losses.loss import name_problems
 from jaxrl.recipes.filters import spread
 
+BASELINES = ("group_mean", "leave_one_out", "none")
 _EVERYTHING = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdvantageConfig:
+    """Settings of the way from rewards to advantages."""
+
+    advantage: str = setting(
+        "group_mean",
+        "baseline: group_mean, leave_one_out (mean of the others), none, or the import path of "
+        "f(rewards [P, G]) -> [P, G], NaN = abstained",
+    )
+    advantage_std: Literal["group", "batch", "none"] = setting(
+        "group", "divide advantages by the standard deviation of rewards of the group, of the batch, or not"
+    )
+    std_epsilon: float = setting(1e-4, "added to every standard deviation that divides (reward units)")
+    whiten: Literal["none", "sequence", "token"] = setting(
+        "none", "bring advantages to mean 0 and variance 1 over all sequences, or over all scored tokens"
+    )
+    reward_combine: Literal["sum", "normalized_sum"] = setting(
+        "sum", "several rewards: weighted sum, or each one normalised in its group before that sum (GDPO)"
+    )
+    overlong_penalty: float = setting(0.0, "largest reward taken off too long completions; 0: off")
+    overlong_max_tokens: int | None = setting(
+        None, "completion length with the full penalty (tokens); null: the rollout's limit"
+    )
+    overlong_buffer_tokens: int | None = setting(
+        None, "the penalty grows linearly over this many tokens before it; null: a fifth of it, as in DAPO"
+    )
+
+    def advantage_problems(self) -> Iterator[tuple[str, str]]:
+        """Settings that cannot work or contradict each other, as (key, message)."""
+        yield from name_problems("advantage", self.advantage, BASELINES)
+        least = {
+            "std_epsilon": 0,
+            "overlong_penalty": 0,
+            "overlong_max_tokens": 2,
+            "overlong_buffer_tokens": 1,
+        }
+        for key, smallest in least.items():
+            value = getattr(self, key)
+            if value is not None and not value >= smallest:
+                yield key, f"{value} given; it must be at least {smallest}"
+        if self.advantage == "none" and self.advantage_std == "group":
+            yield (
+                "advantage_std",
+                "dividing by the deviation of the group without subtracting its mean blows up groups that "
+                "are almost equal; use advantage: group_mean, or advantage_std: none",
+            )
+        if self.whiten != "none" and self.advantage_std == "batch":
+            yield (
+                "advantage_std",
+                f"whiten: {self.whiten} rescales the whole batch again; keep one of whiten and "
+                "advantage_std: batch",
+            )
+        longest = self.overlong_max_tokens
+        if longest is not None and (self.overlong_buffer_tokens or 0) >= longest:
+            yield (
+                "overlong_buffer_tokens",
+                f"{self.overlong_buffer_tokens} given; it must be less than overlong_max_tokens = {longest}",
+            )
+
+    def advantage_dead_keys(self) -> Iterator[tuple[str, str]]:
+        """Keys that have no effect, each with the reason."""
+        combines = self.reward_combine == "normalized_sum"
+        if self.advantage_std == "none" and self.whiten == "none" and not combines:
+            yield "std_epsilon", "nothing is divided by a standard deviation"
+        if self.overlong_penalty == 0:
+            for key in ("overlong_max_tokens", "overlong_buffer_tokens"):
+                yield key, "overlong_penalty is 0"
 
 
 def compute(
     rewards: np.ndarray,
-    config: AlgoConfig,
+    config: AdvantageConfig,
     *,
-    kl: np.ndarray | None = None,
+    penalty: np.ndarray | None = None,
     num_tokens: np.ndarray | None = None,
 ) -> np.ndarray:
     """Advantages: (rewards - baseline) / deviation, then the KL penalty, then whitening, as ``config`` says.
@@ -31,7 +103,8 @@ def compute(
 
     Args:
         rewards: float [P, G], the G completions of a prompt in a row; NaN = abstained.
-        kl: float [P, G], KL of each completion, summed over its scored tokens; needed for ``kl_in: reward``.
+        penalty: float [P, G], taken off the reward after the division: ``kl_coef`` x KL of each completion;
+            None: nothing.
         num_tokens: [P, G] scored tokens of each completion; needed for ``whiten: token``.
 
     Returns:
@@ -44,16 +117,12 @@ def compute(
     if rewards.ndim != 2 or np.isinf(rewards).any():
         raise ValueError(f"rewards have to be [P, G] and finite or NaN, got shape {rewards.shape}")
     advantages = _centre(rewards, config)
-    penalized = rewards
-    if config.kl_coef and config.kl_in == "reward":
-        if kl is None:
-            raise ValueError("kl_in: reward needs the KL of each completion")
-        penalized = rewards - config.kl_coef * np.asarray(kl, np.float64)
-    penalty = _centre(penalized, config) - advantages
+    penalized = rewards if penalty is None else rewards - np.asarray(penalty, np.float64)
+    shift = _centre(penalized, config) - advantages
     if config.advantage_std != "none":
         over = -1 if config.advantage_std == "group" else _EVERYTHING
         advantages = _divide(advantages, _std(rewards, over), config.std_epsilon)
-    advantages = advantages + penalty
+    advantages = advantages + shift
     if config.whiten != "none":
         advantages = _whiten(advantages, config, num_tokens)
     if config.advantage in ("group_mean", "leave_one_out"):
@@ -62,7 +131,7 @@ def compute(
     return np.where(np.isnan(rewards), 0.0, advantages)
 
 
-def combine_rewards(parts: np.ndarray, weights: np.ndarray, config: AlgoConfig) -> np.ndarray:
+def combine_rewards(parts: np.ndarray, weights: np.ndarray, config: AdvantageConfig) -> np.ndarray:
     """One reward from several: the weighted sum of those that did not abstain.
 
     With ``reward_combine: normalized_sum`` each reward is first normalised within its group, so that
@@ -84,7 +153,7 @@ def combine_rewards(parts: np.ndarray, weights: np.ndarray, config: AlgoConfig) 
     return np.where(np.isnan(parts).all(axis=-1), np.nan, total)
 
 
-def overlong_penalty(lengths: np.ndarray, config: AlgoConfig, max_completion_tokens: int) -> np.ndarray:
+def overlong_penalty(lengths: np.ndarray, config: AdvantageConfig, max_completion_tokens: int) -> np.ndarray:
     """Reward taken off long completions: 0, linear over the buffer, then full (DAPO, arXiv:2503.14476, eq.
     13).
 
@@ -108,7 +177,7 @@ def overlong_penalty(lengths: np.ndarray, config: AlgoConfig, max_completion_tok
     return config.overlong_penalty * np.clip((longest - buffer - np.asarray(lengths)) / buffer, -1.0, 0.0)
 
 
-def _centre(rewards: np.ndarray, config: AlgoConfig) -> np.ndarray:
+def _centre(rewards: np.ndarray, config: AdvantageConfig) -> np.ndarray:
     """Rewards minus their baseline; NaN stays NaN."""
     if config.advantage == "none":
         return rewards
@@ -122,7 +191,7 @@ def _centre(rewards: np.ndarray, config: AlgoConfig) -> np.ndarray:
     return np.asarray(user(rewards), np.float64)
 
 
-def _whiten(advantages: np.ndarray, config: AlgoConfig, num_tokens: np.ndarray | None) -> np.ndarray:
+def _whiten(advantages: np.ndarray, config: AdvantageConfig, num_tokens: np.ndarray | None) -> np.ndarray:
     """Mean 0 and variance 1 over sequences or their scored tokens; exactly 0 where all are equal."""
     if config.whiten == "token" and num_tokens is None:
         raise ValueError("whiten: token needs the number of scored tokens of each completion")

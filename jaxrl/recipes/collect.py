@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,14 @@ import numpy as np
 from jaxrl.data.pipeline import PromptIterator
 from jaxrl.host.agreement import checksum
 from jaxrl.host.preemption import check
-from jaxrl.learn.packing import Sequence as TrainSequence
-from jaxrl.recipes.filters import keep_groups, spread
-from jaxrl.record.metrics import PhaseTimer
+from jaxrl.learn.packing import Sequence
+from jaxrl.recipes.context import Context
+from jaxrl.recipes.filters import spread
 from jaxrl.record.progress import Progress
+from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rewards.pool import Scores
-from jaxrl.rewards.scorer import Scorer
-from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.rollout.scheduler import rollout
-from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Programs, Setup
-from jaxrl.types import Rollouts
+from jaxrl.types import Prompts, Rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,77 +33,100 @@ class Collected:
 
 
 def collect(
-    parts: Setup,
-    programs: Programs,
+    context: Context,
     rollout_params: Any,
-    data: PromptIterator,
-    scorer: Scorer,
-    *,
-    multi_turn: MultiTurn | None = None,
     step: int,
+    *,
     policy_version: int,
-    timer: PhaseTimer,
-    progress: Progress,
-    stop: threading.Event | None = None,
+    rewards: Callable[[Rollouts, Scores], np.ndarray] | None = None,
+    keep: Callable[[np.ndarray], np.ndarray] | None = None,
+    extra_rounds: int = 0,
 ) -> Collected | None:
-    """Prompts -> rollouts -> scores; with ``algo.dynamic_sampling`` repeated until P groups have a spread
-    of task rewards, or the rounds are used up. None when the data has ended. Interrupted, after a
-    dispatch of the sampler, when ``stop`` is set."""
-    config, engine = parts.config, programs.engine
-    assert engine is not None  # supervised training never comes here
-    key = step_key(config.seed, step)
-    wanted = config.data.prompts_per_step
-    rounds = 1 + (config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 0)
+    """Prompts -> rollouts -> rewards, of ``data.prompts_per_step`` prompts.
+
+    Args:
+        rewards: (rollouts, scores) -> the reward of each sample that is trained on and logged; None: the
+            weighted sum of the terms.
+        keep: task rewards [P, G] (NaN = abstained) -> bool [P], which groups to train on; None: all.
+        extra_rounds: most rounds of sampling for prompts in the place of those that are not kept.
+
+    Returns:
+        What is kept, with the metrics of everything sampled; None when the data has ended.
+
+    Raises:
+        Interrupted: ``context.stop`` is set; after a dispatch of the sampler.
+    """
+    assert context.engine is not None and isinstance(context.stream, PromptIterator)
+    wanted, timer, stop = context.data.prompts_per_step, context.timer, context.stop
     kept: list[Collected] = []
     sampled: list[Collected] = []
-    for _ in range(rounds):
+    for _ in range(1 + extra_rounds):
         missing = wanted - sum(len(c.rollouts.prompts) for c in kept)
         with timer.phase("prompts"):
-            prompts = data.take_more(missing)
-        value = checksum(prompts.ids, prompts.tokens)
-        check(stop, *_counts(sampled), what=f"the prompts of step {step}", value=value)
+            prompts = context.stream.take_more(missing)
+        check(
+            stop,
+            *_counts(sampled),
+            what=f"the prompts of step {step}",
+            value=checksum(prompts.ids, prompts.tokens),
+        )
         if not len(prompts):
             break
-        total = len(prompts) * config.rollout.group_size
-        with timer.phase("rollout") as phase:
-            progress.update("rollout", done=0, total=total)
-            rollouts = rollout(
-                engine,
-                rollout_params,
-                prompts,
-                group_size=config.rollout.group_size,
-                sampling=config.rollout.sampling,
-                key=key,
-                tokenizer=parts.tokenizer,
-                stop=config.rollout.stop,
-                keep_special=config.rollout.keep_special_tokens,
-                policy_version=policy_version,
-                progress=partial(_report, progress, total, stop, sampled),
-                multi_turn=multi_turn,
-            )
-            phase.tokens = int(rollouts.sampled_lengths.sum())
-        with timer.phase("rewards"):
-            progress.update("rewards")
-            scores = scorer.score(rollouts)
-        sampled.append(Collected(rollouts, scores, {}))
-        keep = (
-            keep_groups(_task(config, scores))
-            if config.algo.dynamic_sampling
-            else np.ones(len(prompts), bool)
-        )
-        if keep.any():
-            kept.append(_select(sampled[-1], np.flatnonzero(keep).tolist()))
-        if not config.algo.dynamic_sampling or sum(len(c.rollouts.prompts) for c in kept) >= wanted:
+        sampled.append(_sample(context, rollout_params, prompts, step, policy_version, sampled, rewards))
+        chosen = np.ones(len(prompts), bool) if keep is None else keep(_task(context, sampled[-1].scores))
+        if chosen.any():
+            kept.append(_select(sampled[-1], np.flatnonzero(chosen).tolist()))
+        if keep is None or sum(len(c.rollouts.prompts) for c in kept) >= wanted:
             break
     if not sampled:
         return None
     everything = _join(sampled)
-    metrics = rollout_metrics(config, everything)
-    if config.algo.dynamic_sampling:
+    metrics = rollout_metrics(context.rewards, everything)
+    if keep is not None:
         metrics["algo/sampled_groups"] = len(everything.rollouts.prompts)
         metrics["algo/kept_groups"] = sum(len(c.rollouts.prompts) for c in kept)
-    used = _join(kept) if kept else _select(everything, [])
-    return dataclasses.replace(used, metrics=metrics)
+    used = dataclasses.replace(_join(kept) if kept else _select(everything, []), metrics=metrics)
+    check(stop, *_counts([used]))
+    context.writer.samples(step, sample_rows(used.rollouts, used.scores))
+    return used
+
+
+def _sample(
+    context: Context,
+    rollout_params: Any,
+    prompts: Prompts,
+    step: int,
+    policy_version: int,
+    earlier: list[Collected],
+    rewards: Callable[[Rollouts, Scores], np.ndarray] | None,
+) -> Collected:
+    """One round: the completions of ``prompts``, judged."""
+    rollout_config, progress = context.rollout, context.progress
+    total = len(prompts) * rollout_config.group_size
+    assert context.engine is not None
+    with context.timer.phase("rollout") as phase:
+        progress.update("rollout", done=0, total=total)
+        rollouts = rollout(
+            context.engine,
+            rollout_params,
+            prompts,
+            group_size=rollout_config.group_size,
+            sampling=rollout_config.sampling,
+            key=step_key(context.seed, step),
+            tokenizer=context.tokenizer,
+            stop=rollout_config.stop,
+            keep_special=rollout_config.keep_special_tokens,
+            policy_version=policy_version,
+            progress=partial(_report, progress, total, context.stop, earlier),
+            multi_turn=context.multi_turn,
+        )
+        phase.tokens = int(rollouts.sampled_lengths.sum())
+    with context.timer.phase("rewards"):
+        progress.update("rewards")
+        scores = context.scorer.score(rollouts)
+        if rewards is not None:
+            scores = scores._replace(rewards=rewards(rollouts, scores))
+    return Collected(rollouts, scores, {})
 
 
 def step_key(seed: int, step: int) -> np.ndarray:
@@ -126,10 +146,10 @@ def _counts(sampled: list[Collected]) -> tuple[int, int]:
     return sum(len(r) for r in rounds), sum(int(r.sampled_lengths.sum()) for r in rounds)
 
 
-def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]:
+def rollout_metrics(config: RewardsConfig, collected: Collected) -> dict[str, float]:
     """What people watch of one step's samples, those that dynamic sampling drops included."""
     rollouts, scores = collected.rollouts, collected.scores
-    task, lengths = _task(config, scores), rollouts.sampled_lengths
+    task, lengths = scores.parts[config.task].reshape(-1, rollouts.group_size), rollouts.sampled_lengths
     found = {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
@@ -139,7 +159,7 @@ def rollout_metrics(config: RunConfig, collected: Collected) -> dict[str, float]
         "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
         "reward/errors": float(sum(scores.errors.values())),
     }
-    if passed := judged_passes(task, config.rewards.pass_threshold):
+    if passed := judged_passes(task, config.pass_threshold):
         found["rollout/pass_at_1"] = float(np.mean([row.mean() for row in passed.values()]))
     if np.isfinite(scores.rewards).any():
         found["reward/mean"] = float(np.nanmean(scores.rewards))
@@ -184,7 +204,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
+def sequences_of(rollouts: Rollouts) -> list[Sequence]:
     """Prompt and completion of each sample as one row of tokens, of an episode perhaps several; the policy's
     own tokens are scored."""
     found = []
@@ -192,10 +212,10 @@ def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
         for n, row in enumerate(rollouts.rows(i)):
             before = np.zeros(len(row.prompt), np.float32)
             found.append(
-                TrainSequence(
+                Sequence(
                     tokens=np.concatenate([row.prompt, row.tokens]).astype(np.int32),
                     loss_mask=np.concatenate([before, row.loss_mask]),
-                    rollout_log_probs=np.concatenate([before, row.rollout_log_probs]),
+                    columns={"rollout_log_probs": np.concatenate([before, row.rollout_log_probs])},
                     group=None if n else i // rollouts.group_size,
                     prompt_tokens=0 if n else len(row.prompt),
                     sample=i,
@@ -204,9 +224,9 @@ def sequences_of(rollouts: Rollouts) -> list[TrainSequence]:
     return found
 
 
-def _task(config: RunConfig, scores: Scores) -> np.ndarray:
+def _task(context: Context, scores: Scores) -> np.ndarray:
     """[P, G] raw rewards of the task term; NaN where it abstained."""
-    return scores.parts[config.rewards.task].reshape(-1, config.rollout.group_size)
+    return scores.parts[context.rewards.task].reshape(-1, context.rollout.group_size)
 
 
 def _select(collected: Collected, groups: list[int]) -> Collected:
@@ -229,3 +249,26 @@ def _join(items: list[Collected]) -> Collected:
         parts = {k: np.concatenate([v, o.parts[k]]) for k, v in s.parts.items()}
         s = Scores(np.concatenate([s.rewards, o.rewards]), parts, errors, [*s.answers, *o.answers])
     return Collected(rollouts, s, {})
+
+
+def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
+    """Completions as rows that a person can read."""
+    rows: list[dict[str, Any]] = []
+    lengths = completions.sampled_lengths
+    for i, text in enumerate(completions.texts):
+        rows.append(
+            {
+                "prompt": completions.prompts.texts[i // completions.group_size],
+                "completion": text,
+                "answer": scores.answers[i],
+                "reward": float(scores.rewards[i]),
+                "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
+                "stop_reason": completions.stop_reasons[i],
+                "length": int(lengths[i]),
+                "policy_version": completions.policy_versions[i],
+                "tokens": completions.tokens[i].tolist(),
+            }
+        )
+        if completions.episodes:
+            rows[-1]["messages"] = completions.episodes[i].messages
+    return rows

@@ -1,4 +1,4 @@
-"""Named algorithms: plain dictionaries of ``AlgoConfig`` keys. What a preset leaves out keeps the default.
+"""Named algorithms: plain dictionaries of ``Grpo`` keys. What a preset leaves out keeps the default.
 
 A preset holds what makes the method, not the scale of the paper's run: learning rate, batch and group
 sizes, and the coefficient of an optional KL penalty depend on the task and keep the defaults.
@@ -81,7 +81,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "kl_in": "loss",
             "kl_estimator": "k2",
         },
-        # Supervised fine-tuning: negative log-likelihood of the scored tokens, mean over all of them.
-        "sft": {"objective": "nll", "aggregation": "token_mean", "sampler_correction": "none"},
     }
 )

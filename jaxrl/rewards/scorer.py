@@ -6,27 +6,28 @@ Only the first process calls functions; the others are told the result.
 from __future__ import annotations
 
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxrl.data.config import DataConfig
 from jaxrl.host import distributed
+from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rewards.pool import RewardPool, Scores
-from jaxrl.run.setup import Setup
 from jaxrl.types import Rollouts
 
 
 class Scorer:
     """Scores rollouts with every term of ``rewards``. Close it: it owns processes."""
 
-    def __init__(self, parts: Setup):
-        config = parts.config
-        self._config = config.rewards
+    def __init__(self, rewards: RewardsConfig, data: DataConfig, mesh: Mesh):
+        self._config = rewards
         self._models = {}
-        for number, term in enumerate(config.rewards.terms):
+        for number, term in enumerate(rewards.terms):
             if term.is_model:
                 from jaxrl.rewards.model import RewardModel
 
                 key = f"rewards.terms.{number}"
-                self._models[term.title] = RewardModel(term.args, config.data, parts.mesh, key)
-        self._pool = RewardPool(config.rewards) if distributed.is_first() else None
+                self._models[term.title] = RewardModel(term.args, data, mesh, key)
+        self._pool = RewardPool(rewards) if distributed.is_first() else None
 
     def score(self, rollouts: Rollouts) -> Scores:
         """Rewards of B completions; equal on every process."""

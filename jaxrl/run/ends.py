@@ -117,5 +117,5 @@ def _tell(config: RunConfig, renderer: Renderer) -> None:
         logger.warning(
             "no token that ends an assistant's message was found in the chat template; the stop ids are %s%s",
             describe(renderer, known),
-            ", and rows that hold none teach no end" if config.algo.supervised else "",
+            ", and rows that hold none teach no end" if not config.trains_on_rollouts else "",
         )

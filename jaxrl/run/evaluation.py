@@ -123,29 +123,6 @@ def majority(answers: Sequence[Sequence[str | None]], passed: Sequence[np.ndarra
     return right / max(1, len(passed))
 
 
-def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
-    """Completions as rows that a person can read."""
-    rows: list[dict[str, Any]] = []
-    lengths = completions.sampled_lengths
-    for i, text in enumerate(completions.texts):
-        rows.append(
-            {
-                "prompt": completions.prompts.texts[i // completions.group_size],
-                "completion": text,
-                "answer": scores.answers[i],
-                "reward": float(scores.rewards[i]),
-                "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
-                "stop_reason": completions.stop_reasons[i],
-                "length": int(lengths[i]),
-                "policy_version": completions.policy_versions[i],
-                "tokens": completions.tokens[i].tolist(),
-            }
-        )
-        if completions.episodes:
-            rows[-1]["messages"] = completions.episodes[i].messages
-    return rows
-
-
 def run_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--run``, which ``config_of_run`` reads."""
     text = "a run's folder, or <run>/checkpoints/<step>; may be gs://; instead of --config"

@@ -28,20 +28,16 @@ from jaxrl.compile.programs import loop_programs
 from jaxrl.config import ConfigError, RunError, to_dict
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.host import distributed, pathways
-from jaxrl.host.agreement import checksum_of
 from jaxrl.host.failures import failing_together
 from jaxrl.host.preemption import INTERRUPTED, Interrupted, announced, check
-from jaxrl.learn.losses import finish_metrics
-from jaxrl.learn.optimizer import Hyper
-from jaxrl.learn.packing import Sequence
-from jaxrl.recipes import collect, stages
+from jaxrl.recipes.collect import sample_rows
+from jaxrl.recipes.context import Context
 from jaxrl.record.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.record.progress import Progress
 from jaxrl.record.report import summary, write_report
 from jaxrl.rewards.scorer import Scorer
-from jaxrl.rollout.episodes import MultiTurn
 from jaxrl.run.agreement import agree_on_config, agree_on_inputs
-from jaxrl.run.evaluation import evaluate, sample_rows
+from jaxrl.run.evaluation import evaluate
 from jaxrl.run.resume import (
     check_folders,
     keep_records,
@@ -71,23 +67,13 @@ class Run:
 
     parts: Setup
     programs: Programs
-    data: PromptIterator | SftIterator
+    context: Context
     held_out: Prompts | None
-    scorer: Scorer
-    multi_turn: MultiTurn | None
-    """None: completions have one turn."""
-    ref_params: Any
-    """Frozen reference, train view; None when no KL term is used."""
     origin: str | None
     """The checkpoint that ``init_from`` stood for when the run began."""
     checkpoints: Checkpoints
-    writer: MetricsWriter
-    progress: Progress
-    timer: PhaseTimer
     watch: Watch
     total_steps: int
-    stop: threading.Event
-    """Set when the run is to save and end at its next safe point."""
 
 
 def run(config: RunConfig, stop: threading.Event | None = None) -> int:
@@ -110,7 +96,7 @@ def run(config: RunConfig, stop: threading.Event | None = None) -> int:
             r.checkpoints.wait()
         with warns_only("the end of the run"):
             if not interrupted:
-                r.writer.event("done", step=done)
+                r.context.writer.event("done", step=done)
             keep_records(config, r.checkpoints)
     if distributed.is_first():
         if done:
@@ -135,17 +121,17 @@ def warns_only(what: str) -> Iterator[None]:
 def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]:
     """The steps that are left, from ``state``. Returns the number of the last whole one, and whether
     ``r.stop`` ended the run before its time."""
-    config, programs = r.parts.config, r.programs
+    config, programs, context = r.parts.config, r.programs, r.context
     done, saved = int(meta.get("step", 0)), int(meta.get("step", -1))
     interrupted, updates, latest = False, int(state.updates), dict(meta.get("latest", {}))
-    position = r.data.get_state()  # after step `done`
+    position = r.context.stream.get_state()  # after step `done`
     # Metrics of step `done` that wait for its evaluation: at the start, or where an interrupted run left
     # off.
     pending = meta["pending"] if meta else {} if config.eval.at_start else None
 
     def save() -> None:
-        with r.timer.phase("checkpoint"):
-            r.writer.sync()
+        with r.context.timer.phase("checkpoint"):
+            r.context.writer.sync()
             keep_records(config, r.checkpoints)  # first: a checkpoint is not to outlive its metrics
             r.checkpoints.save(done, state, run_meta(config, position, latest, pending, r.origin), latest)
         compilations.forget()  # slices and copies for the writer
@@ -156,7 +142,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         contextlib.closing(Profiler(trace_folder, config.profile)) as profiler,
     ):
         try:
-            check(r.stop)
+            check(r.context.stop)
             rollout_params = programs.refresh(state.params) if programs.refresh else None
             if pending is not None:
                 metrics = pending | evaluation(r, rollout_params, done, updates)
@@ -167,23 +153,20 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
             first = done + 1
             for step in range(first, r.total_steps + 1):
                 if announced(step):
-                    r.stop.set()
+                    r.context.stop.set()
                 profiler.step(step)
-                # 1 to 6: what to learn from.
-                gathered = gather(r, state.params, rollout_params, step, updates)
-                if gathered is None:
+                # 1 to 7: gather what to learn from, and update.
+                outcome = config.algo.step(context, state, rollout_params, step)
+                if outcome is None:
                     tell_data_ended(r, done, updates)
                     break
-                sequences, metrics = gathered
-                # 7: the update; from here on the step counts.
-                state, found = update(r, state, sequences, step)
-                metrics |= found
-                done, position = step, r.data.get_state()
-                last = step == r.total_steps or r.data.ended
+                state, metrics = outcome
+                done, position = step, r.context.stream.get_state()
+                last = step == r.total_steps or r.context.stream.ended
                 updates, failed = int(state.updates), int(state.skipped_in_a_row)
                 # 8: the sampler gets the new weights, in the place of the old ones.
                 if programs.refresh:
-                    with r.timer.phase("refresh"):
+                    with r.context.timer.phase("refresh"):
                         rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
                 # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
                 # knows.
@@ -218,14 +201,15 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
 
 def record(r: Run, step: int, metrics: Mapping[str, float], compilations: CompilationCounter) -> None:
     """A step's line in every log."""
-    metrics = {**metrics, **r.timer.metrics(), **memory_metrics(), **compilations.metrics()}
-    r.writer.log(step, metrics)
-    r.progress.step(step, metrics)
+    metrics = {**metrics, **r.context.timer.metrics(), **memory_metrics(), **compilations.metrics()}
+    r.context.writer.log(step, metrics)
+    r.context.progress.step(step, metrics)
 
 
 def tell_interrupted(r: Run, done: int, left: Interrupted, evaluating: bool) -> None:
     """What the run leaves unfinished."""
-    r.writer.event("interrupted", step=done, discarded_samples=left.samples, discarded_tokens=left.tokens)
+    found = {"discarded_samples": left.samples, "discarded_tokens": left.tokens}
+    r.context.writer.event("interrupted", step=done, **found)
     if left.samples or left.tokens:
         again = f"evaluation of step {done}" if evaluating else f"step {done + 1}"
         logger.warning(
@@ -250,84 +234,25 @@ def tell_data_ended(r: Run, done: int, updates: int) -> None:
     )
 
 
-def gather(
-    r: Run, params: Any, rollout_params: Any, step: int, policy_version: int
-) -> tuple[list[Sequence], dict[str, float]] | None:
-    """Stages 1 to 6: a step's sequences with advantages and log-probs, and metrics. None: no data left."""
-    if isinstance(r.data, SftIterator):
-        with r.timer.phase("prompts"):
-            rows = next(r.data, None)
-            sequences = [] if rows is None else stages.supervised_sequences(rows)
-        check(r.stop, what=f"the rows of step {step}", value=checksum_of(sequences))
-        return (sequences, {}) if sequences else None
-    collected = collect.collect(
-        r.parts,
-        r.programs,
-        rollout_params,
-        r.data,
-        r.scorer,
-        multi_turn=r.multi_turn,
-        step=step,
-        policy_version=policy_version,
-        timer=r.timer,
-        progress=r.progress,
-        stop=r.stop,
-    )
-    if collected is None:
-        return None
-    sampled = len(collected.rollouts.tokens), int(collected.rollouts.sampled_lengths.sum())
-    check(r.stop, *sampled)
-    r.writer.samples(step, sample_rows(collected.rollouts, collected.scores))
-    sequences = collect.sequences_of(collected.rollouts)
-    with r.timer.phase("scoring") as phase:
-        r.progress.update("scoring")
-        sequences, phase.tokens = stages.score(r.parts, r.programs, params, r.ref_params, sequences)
-    sequences, metrics = stages.with_advantages(r.parts.config, collected, sequences)
-    check(r.stop, *sampled, what=f"the batch of step {step}", value=checksum_of(sequences))
-    return sequences, collected.metrics | metrics
-
-
-def update(
-    r: Run, state: TrainState, sequences: list[Sequence], step: int
-) -> tuple[TrainState, dict[str, float]]:
-    """Stage 7: an update for each minibatch of each epoch; ``state`` is donated."""
-    programs, optim = r.programs, r.parts.config.optim
-    results, learning_rate = [], float(programs.schedule(int(state.updates)))
-    with r.timer.phase("update") as phase:
-        r.progress.update("update")
-        for batch, count, tokens in stages.minibatches(r.parts, sequences, step):
-            learning_rate = float(programs.schedule(int(state.updates)))
-            hyper = Hyper.of(optim, learning_rate)
-            state, result = programs.learner.update(state, {}, batch, count, hyper)
-            results.append(jax.device_get(result))
-            phase.tokens += tokens
-    rate = {"optim/learning_rate": learning_rate}
-    if not results:
-        return state, {"optim/skipped": r.parts.config.algo.updates_per_rollout, **rate}
-    counted = sum(len(s.tokens) for s in sequences) * r.parts.config.algo.epochs
-    sizes = {"batch/computed_tokens": phase.tokens, "batch/counted_tokens": counted}
-    return state, finish_metrics(*results) | sizes | rate
-
-
 def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
     """Held-out numbers of these weights. A supervised run keeps the completions: it has no other
     samples."""
     assert r.programs.engine is not None and r.held_out is not None
-    with r.timer.phase("eval") as phase:
+    with r.context.timer.phase("eval") as phase:
         found, completions, scores = evaluate(
             r.parts,
             r.programs.engine,
             rollout_params,
             r.held_out,
-            r.scorer,
-            multi_turn=r.multi_turn,
+            r.context.scorer,
+            multi_turn=r.context.multi_turn,
             policy_version=policy_version,
-            progress=r.progress,
-            stop=r.stop,
+            progress=r.context.progress,
+            stop=r.context.stop,
         )
         phase.tokens = int(completions.sampled_lengths.sum())
-    if r.parts.config.algo.supervised:
-        r.writer.samples(step, sample_rows(completions, scores))
+    if not r.parts.config.trains_on_rollouts:
+        r.context.writer.samples(step, sample_rows(completions, scores))
     return found
 
 
@@ -346,15 +271,15 @@ def open_run(
     data = stack.enter_context(contextlib.closing(open_data(parts)))
     total = total_steps(config, len(data.examples))
     tell_total(config, len(data.examples), total)
-    warn_at_start(config, total * config.algo.updates_per_rollout)
+    warn_at_start(config, total * config.algo.updates_per_step)
     held_out = (
         load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
     )
     agree_on_inputs(parts, data, held_out)
-    programs = parts.programs(total * config.algo.updates_per_rollout)
+    programs = parts.programs(total * config.algo.updates_per_step)
     if config.executables:
         executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
-    scorer = stack.enter_context(contextlib.closing(Scorer(parts)))
+    scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, config.data, parts.mesh)))
     state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:
         data.set_state(meta["data"], strict=False)
@@ -366,22 +291,35 @@ def open_run(
         run_config=to_dict(config),
     )
     progress = Progress(total, config.metrics.progress, start_step=meta.get("step", 0), enabled=first)
-    r = Run(
-        parts=parts,
-        programs=programs,
-        data=data,
-        held_out=held_out,
-        scorer=scorer,
-        multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
+    context = Context(
+        seed=config.seed,
+        data=config.data,
+        rollout=config.rollout,
+        rewards=config.rewards,
+        optim=config.optim,
+        tokenizer=parts.tokenizer,
+        stream=data,
+        learner=programs.learner,
+        schedule=programs.schedule,
+        batch_shape=parts.batch_shape,
         ref_params=parts.initial_params(origin) if config.algo.uses_reference else None,
-        origin=origin,
-        checkpoints=checkpoints,
+        engine=programs.engine,
+        multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
+        scorer=scorer,
         writer=stack.enter_context(writer),
         progress=stack.enter_context(progress),
         timer=PhaseTimer(),
+        stop=stop,
+    )
+    r = Run(
+        parts=parts,
+        programs=programs,
+        context=context,
+        held_out=held_out,
+        origin=origin,
+        checkpoints=checkpoints,
         watch=Watch(config),
         total_steps=total,
-        stop=stop,
     )
     return r, state, meta
 
@@ -389,7 +327,7 @@ def open_run(
 def open_data(parts: Setup) -> PromptIterator | SftIterator:
     """The stream of training prompts, or of supervised rows."""
     config = parts.config
-    if config.algo.supervised:
+    if not config.trains_on_rollouts:
         key = "batch.row_tokens" if config.batch.row_tokens else "data.max_prompt_tokens"
         longest, context = parts.longest_tokens, parts.model.config.max_positions
         if context < longest:
@@ -420,12 +358,12 @@ def tell_total(config: RunConfig, rows: int, total: int) -> None:
             config.steps,
             total,
         )
-    prompts = config.data.prompts_per_step * (1 + config.algo.dynamic_sampling_rounds)
+    prompts = config.data.prompts_per_step * (1 + config.algo.extra_rounds)
     fewest = -(-rows * config.data.epochs // prompts)
-    if config.algo.dynamic_sampling and fewest < total:
+    if fewest < total:
         logger.warning(
-            "algo.dynamic_sampling can use up the data after %d of %d steps; optim.schedule (%s) is laid out "
-            "for %d. steps gives the run a length that does not depend on the samples",
+            "extra rounds of sampling can use up the data after %d of %d steps; optim.schedule (%s) is laid "
+            "out for %d. steps gives the run a length that does not depend on the samples",
             fewest,
             total,
             config.optim.schedule,

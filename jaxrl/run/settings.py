@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl import config as loader
-from jaxrl.config import factory, setting
+from jaxrl.config import factory, setting, variants
 from jaxrl.data.config import DataConfig
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.learn.optimizer import OptimConfig
 from jaxrl.learn.packing import BatchConfig
 from jaxrl.mesh.axes import MeshConfig
 from jaxrl.models.source import ModelSource
-from jaxrl.recipes.config import AlgoConfig, dead_keys
+from jaxrl.recipes import RECIPES
+from jaxrl.recipes.recipe import Recipe
 from jaxrl.record.metrics import MetricsConfig, ProfileConfig
 from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rollout.config import RolloutConfig, Sampling, sampling_problems
@@ -102,7 +103,7 @@ class RunConfig:
     rollout: RolloutConfig = factory(RolloutConfig, "sampling")
     environment: EnvironmentConfig = factory(EnvironmentConfig, "what answers between turns")
     rewards: RewardsConfig = factory(RewardsConfig, "rewards")
-    algo: AlgoConfig = factory(AlgoConfig, "how rewards become a gradient")
+    algo: Recipe = variants(RECIPES, "how the run learns")
     optim: OptimConfig = factory(OptimConfig, "optimizer")
     batch: BatchConfig = factory(BatchConfig, "packing into rows and micro-batches")
     checkpoint: CheckpointConfig = factory(CheckpointConfig, "checkpoints")
@@ -122,12 +123,17 @@ class RunConfig:
     @property
     def samples_completions(self) -> bool:
         """Whether the run needs a sampler at all."""
-        return not self.algo.supervised or self.eval.enabled
+        return self.trains_on_rollouts or self.eval.enabled
+
+    @property
+    def trains_on_rollouts(self) -> bool:
+        """False: it trains on rows of the data, and samples in evaluation only."""
+        return self.algo.trains_on == "rollouts"
 
     @property
     def max_new_tokens(self) -> int:
         """Longest completion that training or evaluation samples."""
-        train = 0 if self.algo.supervised else self.rollout.max_new_tokens
+        train = self.rollout.max_new_tokens if self.trains_on_rollouts else 0
         held_out = (self.eval.max_new_tokens or self.rollout.max_new_tokens) if self.eval.enabled else 0
         return max(train, held_out)
 
@@ -196,7 +202,7 @@ class RunConfig:
         yield from self._sampling_problems()
 
     def _sampling_problems(self) -> Iterator[tuple[str, str]]:
-        if self.algo.supervised:
+        if not self.trains_on_rollouts:
             if self.eval.enabled and not self.rewards.terms:
                 yield "rewards.terms", "evaluation needs at least one reward to score completions"
             return
@@ -207,8 +213,8 @@ class RunConfig:
             yield (
                 "rollout.group_size",
                 (
-                    f"{self.rollout.group_size}: advantage {self.algo.advantage!r} compares the completions "
-                    f"of a prompt, so a group needs at least {least}"
+                    f"{self.rollout.group_size}: algo.name {self.algo.name!r} compares the completions of a "
+                    f"prompt, so a group needs at least {least}"
                 ),
             )
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
@@ -220,18 +226,18 @@ class RunConfig:
                         f"sampler's; needs {off} (off). Evaluation may use eval.{key}"
                     ),
                 )
-        if self.algo.num_minibatches > self.data.prompts_per_step * self.rollout.group_size:
+        if self.algo.minibatches > self.data.prompts_per_step * self.rollout.group_size:
             yield (
                 "algo.num_minibatches",
                 (
-                    f"{self.algo.num_minibatches} minibatches of {self.data.prompts_per_step} prompts x "
+                    f"{self.algo.minibatches} minibatches of {self.data.prompts_per_step} prompts x "
                     f"{self.rollout.group_size} completions: some would be empty"
                 ),
             )
 
     def dead_options(self, explicit: Iterable[str]) -> Iterator[tuple[str, str]]:
         """(key, reason) of each key that was given and has no effect in the chosen mode."""
-        dead = {f"algo.{key}": reason for key, reason in dead_keys(self.algo).items()}
+        dead = {f"algo.{key}": reason for key, reason in reversed(list(self.algo.dead_keys()))}
         dead |= {key: reason for applies, keys, reason in self._dead_rules() if applies for key in keys}
         for key in sorted(explicit):
             for prefix in (key, *(key[:i] for i, c in enumerate(key) if c == ".")):
@@ -240,7 +246,7 @@ class RunConfig:
                     break
 
     def _dead_rules(self) -> list[tuple[bool, Sequence[str], str]]:
-        supervised, held_out = self.algo.supervised, self.eval.enabled
+        supervised, held_out = not self.trains_on_rollouts, self.eval.enabled
         sampling = ("group_size", "temperature", "top_k", "top_p", "min_p")
         eval_keys = tuple(f"eval.{f.name}" for f in dataclasses.fields(EvalConfig))
         switches = ("eval.every", "eval.at_start", "eval.at_end")

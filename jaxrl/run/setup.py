@@ -23,7 +23,6 @@ from jaxrl.data.chat import Renderer
 from jaxrl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxrl.host import distributed
 from jaxrl.learn.learner import Learner
-from jaxrl.learn.losses import token_local
 from jaxrl.learn.optimizer import learning_rate_schedule
 from jaxrl.learn.packing import BatchShape
 from jaxrl.mesh.axes import make_mesh
@@ -91,7 +90,7 @@ class Setup:
     def longest_tokens(self) -> int:
         """Longest sequence that training can meet, prompt and completion, to a multiple of 8 tokens."""
         config = self.config
-        if config.algo.supervised:
+        if not config.trains_on_rollouts:
             longest = config.batch.row_tokens or config.data.max_prompt_tokens
         else:
             longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -101,9 +100,9 @@ class Setup:
     def batch_shape(self) -> BatchShape:
         """The static shape of the update's batch."""
         config = self.config
-        group = 1 if config.algo.supervised else config.rollout.group_size
-        samples = -(-config.data.prompts_per_step * group // config.algo.num_minibatches)
-        rows = 1 if config.algo.supervised else config.environment.rows
+        group = config.rollout.group_size if config.trains_on_rollouts else 1
+        samples = -(-config.data.prompts_per_step * group // config.algo.minibatches)
+        rows = config.environment.rows if config.trains_on_rollouts else 1
         return config.batch.shape(
             samples * rows,
             self.longest_tokens,
@@ -111,7 +110,7 @@ class Setup:
             group_size=group,
             completion_tokens=config.rollout.max_new_tokens,
             # A ratio, weight or mask of a whole sequence is the whole episode's.
-            sample_sequences=1 if token_local(config.algo) else rows,
+            sample_sequences=1 if config.algo.loss.unit == "token" else rows,
             multiple=128 if platform(self.mesh) == "tpu" else 8,
         )
 
@@ -127,8 +126,9 @@ class Setup:
         return Learner(
             model=self.model,
             mesh=self.mesh,
-            algo=config.algo,
-            temperature=1.0 if config.algo.supervised else config.rollout.temperature,
+            loss=config.algo.loss,
+            router_loss_coef=config.algo.router_loss_coef,
+            temperature=config.rollout.temperature if config.trains_on_rollouts else 1.0,
             vocab_limit=self.vocab_limit,
             moment_dtype=config.optim.moment_dtype,
             state_memory=config.optim.state_memory,
@@ -139,7 +139,7 @@ class Setup:
         """The sampling engine, sized for training and evaluation alike."""
         config, rollout = self.config, self.config.rollout
         prompts = config.data.prompts_per_step
-        group = config.eval.samples if config.algo.supervised else rollout.group_size
+        group = rollout.group_size if config.trains_on_rollouts else config.eval.samples
         slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
         mesh = self.rollout_mesh
         return Engine(

@@ -127,7 +127,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
     prompt_tokens = -(-rows.longest_tokens // 8) * 8
     new_tokens = min(rollout.max_new_tokens, 96 if config.environment.name else 16)
     group = min(rollout.group_size, 4)
-    longest = prompt_tokens if algo.supervised else -(-(prompt_tokens + new_tokens) // 8) * 8
+    longest = prompt_tokens if not config.trains_on_rollouts else -(-(prompt_tokens + new_tokens) // 8) * 8
     terms = []
     for number, term in enumerate(config.rewards.terms):
         args = {**term.args, "path": str(reward_folder(folder, number))} if term.is_model else term.args
@@ -145,7 +145,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         data=replace(
             data,
             limit=rows.train,
-            prompts_per_step=max(min(data.prompts_per_step, 4), -(-algo.num_minibatches // group)),
+            prompts_per_step=max(min(data.prompts_per_step, 4), -(-algo.minibatches // group)),
             max_prompt_tokens=min(data.max_prompt_tokens, prompt_tokens),
             epochs=None,
             workers=min(data.workers, 1),
@@ -156,12 +156,7 @@ def small_run(config: RunConfig, model: ModelConfig, folder: Path, rows: Rows) -
         rewards=replace(
             config.rewards, terms=terms, workers=min(config.rewards.workers, 2), pool=PoolConfig()
         ),
-        algo=replace(
-            algo,
-            dynamic_sampling=False,
-            overlong_max_tokens=algo.overlong_max_tokens and new_tokens,
-            overlong_buffer_tokens=algo.overlong_buffer_tokens and min(algo.overlong_buffer_tokens, 4),
-        ),
+        algo=algo.shrunk(new_tokens),
         batch=replace(
             config.batch,
             row_tokens=config.batch.row_tokens and longest,
@@ -208,7 +203,7 @@ def _small_rollout(
             tensor = mesh.tensor
     return dataclasses.replace(
         rollout,
-        group_size=rollout.group_size if config.algo.supervised else group,
+        group_size=rollout.group_size if not config.trains_on_rollouts else group,
         max_new_tokens=new_tokens,
         tensor=tensor,
         slots=min(rollout.slots, 16),

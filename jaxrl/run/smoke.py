@@ -103,7 +103,7 @@ def check(config: RunConfig, folder: Path, stages: Stages) -> RunConfig:
         train = _examples(parts)
         few = _first(train, _ROWS)
         found += _describe_rows(train, few)
-        if not config.algo.supervised:
+        if config.trains_on_rollouts:
             found.append(f"first prompt: {_short(few[0].text)}")
     held_out: list[Any] = []
     if config.eval.enabled:
@@ -112,9 +112,9 @@ def check(config: RunConfig, folder: Path, stages: Stages) -> RunConfig:
             held_out = _first(examples, _HELD_OUT_ROWS)
             found += _describe_rows(examples, held_out)
     if config.samples_completions:
-        _try_rewards(parts, held_out if config.algo.supervised else few, stages)
+        _try_rewards(parts, few if config.trains_on_rollouts else held_out, stages)
         if config.environment.name is not None:
-            _try_environment(parts, held_out if config.algo.supervised else few, stages)
+            _try_environment(parts, few if config.trains_on_rollouts else held_out, stages)
     with stages.stage("small run") as found:
         rows = shrink.Rows(
             train=int(train.kept[len(few) - 1]) + 1,
@@ -426,6 +426,6 @@ def limits(config: RunConfig) -> list[str]:
         unseen.append("Weights & Biases (metrics.wandb)")
     if config.rewards.pool.is_ray or config.environment.pool.is_ray:
         unseen.append("the Ray cluster, and your files on its machines (the workers ran here)")
-    if config.algo.dynamic_sampling:
+    if config.algo.extra_rounds:
         unseen.append("dynamic sampling: samples of random weights have no spread")
     return unseen

@@ -15,13 +15,9 @@ STEPS = 5
 
 def warn_at_start(config: RunConfig, total_updates: int) -> None:
     """Warn of a schedule that the run is too short for, and of updates whose gradient is not the policy's."""
-    optim, algo = config.optim, config.algo
-    if algo.objective == "reinforce" and algo.updates_per_rollout > 1:
-        logger.warning(
-            "algo.objective reinforce has no ratio, but a rollout gets %d updates (algo.num_minibatches x "
-            "algo.epochs): from the second on its samples are of an older policy, uncorrected",
-            algo.updates_per_rollout,
-        )
+    optim = config.optim
+    for warning in config.algo.warnings():
+        logger.warning(warning)
     if optim.warmup_steps > total_updates:
         logger.warning(
             "optim.warmup_steps is %d, but the run makes %d updates: the learning rate ends at %.3g, below "
@@ -56,10 +52,9 @@ class Watch:
         if self._lasts("truncated", cut):
             logger.warning(
                 "in %d steps every completion was cut by a limit (rollout.max_new_tokens is %d), none came "
-                "to its end%s. Raise the limit, or look at what ends a completion of this model",
+                "to its end. Raise the limit, or look at what ends a completion of this model",
                 STEPS,
                 rollout.max_new_tokens,
-                "; algo.mask_truncated leaves all of them out" if self._config.algo.mask_truncated else "",
             )
 
     def _lasts(self, name: str, so: bool) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from jaxrl import train
 from jaxrl.config import ConfigError, run_cli
 from jaxrl.host import preemption
-from jaxrl.recipes import collect, stages
+from jaxrl.recipes import collect, grpo
 from jaxrl.run import loop
 from jaxrl.store.checkpoint import Checkpoints
 
@@ -48,7 +48,7 @@ PHASES = {  # phase -> (where the signal comes, at which call, last whole step)
     "the first compile": ("refresh", 1, 0),
     "the first evaluation": ("evaluation", 1, 0),
     "the rollout": ("_report", 1, 0),
-    "the scoring": ("score", 2, 1),
+    "the forward passes": ("with_log_probs", 2, 1),
     "the update": ("update", 1, 1),
     "an evaluation": ("evaluation", 2, 2),
     "saving": ("save", 1, 2),
@@ -79,7 +79,8 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
 
         return wrapped
 
-    owner = {"_report": collect, "score": stages, "save": Checkpoints}.get(where, loop)
+    owners = {"_report": collect, "with_log_probs": grpo, "update": grpo, "save": Checkpoints}
+    owner = owners.get(where, loop)
     with monkeypatch.context() as patch:
         if where == "refresh":
             check = stopping(preemption.check)

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policy_losses import batch_of, policy_loss
 
-from jaxrl.learn.kl import estimate
-from jaxrl.learn.losses import policy_loss
-from jaxrl.recipes.config import AlgoConfig
-from jaxrl.types import TrainBatch
+from jaxrl.learn.losses.kl import estimate
+from jaxrl.recipes.grpo import Grpo
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 ESTIMATORS = ["k1", "k2", "k3", "k3plus"]
@@ -67,20 +66,20 @@ def test_with_kl_unbiased_the_expected_gradient_is_that_of_the_divergence(estima
     logits, other, ref = (rng.normal(size=6).astype(np.float32) for _ in range(3))
     old = jax.nn.log_softmax(logits if on_policy else other)
     ones, ids = np.ones((1, 6), np.float32), np.arange(6)[None]
-    batch = TrainBatch(
+    batch = batch_of(
         tokens=ids,
         positions=ids,
         segment_ids=ids + 1,
         loss_mask=ones,
         loss_weights=np.exp(old)[None],
         advantages=0 * ones,
-        rollout_log_probs=None,
+        rollout_log_probs=old[None],
         old_log_probs=old[None],
         ref_log_probs=jax.nn.log_softmax(ref)[None],
     )
 
     def expected(logits, **settings):
-        config = AlgoConfig(kl_coef=1.0, kl_estimator=estimator, sampler_correction="none", **settings)
+        config = Grpo(kl_coef=1.0, kl_estimator=estimator, sampler_correction="none", **settings)
         return policy_loss(jax.nn.log_softmax(logits)[None], 0 * ones, batch, config)[0]
 
     def divergence(p, q):

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from jaxrl.compile.compilations import CompilationCounter
+from jaxrl.learn import metrics as of_metrics
 from jaxrl.learn.learner import Learner, merge
-from jaxrl.learn.losses import finish_metrics, merge_metrics
+from jaxrl.learn.metrics import finish
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, ModelConfig
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SCRATCH = {"model_type": "qwen2", "num_key_value_heads": 1, "head_dim": 8, **SIZES}
@@ -30,9 +31,9 @@ GIVEN = Hyper.of(OptimConfig(weight_decay=0.1), 1e-2)
 def learner(trains=None):
     mesh = make_mesh(devices=jax.devices()[:1])
     model = Model(ModelConfig.from_scratch(SCRATCH, vocab_size=VOCABULARY))
-    algo = AlgoConfig(entropy_coef=0.01)
+    loss = Grpo(entropy_coef=0.01, num_minibatches=2).loss
     options = {} if trains is None else {"trains": trains}
-    return Learner(model=model, mesh=mesh, algo=algo, temperature=0.8, vocab_limit=None, **options)
+    return Learner(model=model, mesh=mesh, loss=loss, temperature=0.8, vocab_limit=None, **options)
 
 
 def parameters():
@@ -54,16 +55,18 @@ def sequences(number=6, seed=0):
                 tokens=random.integers(1, VOCABULARY, length).astype(np.int32),
                 loss_mask=mask,
                 loss_weights=mask / 40,
-                advantages=mask * random.normal(),
-                rollout_log_probs=-3 * mask,
-                old_log_probs=-3 * mask,
+                columns={
+                    "advantages": mask * random.normal(),
+                    "rollout_log_probs": -3 * mask,
+                    "old_log_probs": -3 * mask,
+                },
             )
         )
     return found
 
 
 def packed(found, number=6):
-    batch, count, index = pack(found, BATCH.shape(number, LONGEST))
+    batch, count, index = pack(found, BATCH.shape(number, LONGEST), learner().loss.columns)
     return jax.tree.map(jnp.asarray, batch), jnp.int32(count), index
 
 
@@ -89,8 +92,8 @@ def test_accumulate_then_apply_is_the_update_of_the_joined_batch():
     far = jax.tree.map(lambda m: jnp.abs(m) > 1e-3 * jnp.abs(m).max(), joined.opt_state.mu)
     for a, b, sure in zip(*map(jax.tree.leaves, (state.params, joined.params, far)), strict=True):
         np.testing.assert_allclose(np.asarray(a)[sure], np.asarray(b)[sure], rtol=0, atol=1e-6)
-    summed = finish_metrics(functools.reduce(merge_metrics, parts)) | finish_metrics(more)
-    for name, value in finish_metrics(metrics).items():
+    summed = finish(functools.reduce(of_metrics.merge, parts)) | finish(more)
+    for name, value in finish(metrics).items():
         assert summed[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
@@ -198,4 +201,4 @@ def test_an_update_that_is_not_finite_or_weighs_nothing_changes_nothing():
         state, metrics = own.update(own.init_state(parameters()), {}, batch, count, GIVEN)
         jax.tree.map(np.testing.assert_array_equal, state.params, parameters())
         assert (int(state.updates), int(state.skipped_in_a_row)) == (0, skipped)
-        assert finish_metrics(metrics)["optim/skipped"] == 1
+        assert finish(metrics)["optim/skipped"] == 1

@@ -8,28 +8,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from policy_losses import batch_of, changed, policy_loss
 
-from jaxrl.learn.losses import finish_metrics, loss_weights, merge_metrics, of_update, policy_loss
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.learn.losses.loss import loss_weights
+from jaxrl.learn.metrics import finish, merge, of_update
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.recipes.presets import PRESETS
-from jaxrl.types import Metric, TrainBatch
+from jaxrl.recipes.sft import Sft
+from jaxrl.types import Metric
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 
 VARIANTS = {
-    "clip": AlgoConfig(),
-    "dual": AlgoConfig(clip_dual=3.0),
-    "sequence": AlgoConfig(ratio_level="sequence"),
-    "sequence_sum": AlgoConfig(ratio_level="sequence_sum", aggregation="sequence_mean"),
-    "cispo": AlgoConfig(objective="cispo"),
-    "reinforce": AlgoConfig(objective="reinforce"),
-    "mask": AlgoConfig(sampler_correction="mask", sampler_level="sequence"),
-    "off_policy_mask": AlgoConfig(off_policy_mask=0.1),
-    "k2": AlgoConfig(kl_coef=0.1, kl_estimator="k2"),
-    "k3": AlgoConfig(kl_coef=0.1, kl_estimator="k3", kl_unbiased=True),
-    "k3plus": AlgoConfig(kl_coef=0.1, kl_estimator="k3plus"),
-    "entropy": AlgoConfig(entropy_coef=0.01),
-    "nll": AlgoConfig(objective="nll"),
+    "clip": Grpo(),
+    "dual": Grpo(clip_dual=3.0),
+    "sequence": Grpo(ratio_level="sequence"),
+    "sequence_sum": Grpo(ratio_level="sequence_sum", aggregation="sequence_mean"),
+    "cispo": Grpo(objective="cispo"),
+    "reinforce": Grpo(objective="reinforce"),
+    "mask": Grpo(sampler_correction="mask", sampler_level="sequence"),
+    "off_policy_mask": Grpo(off_policy_mask=0.1),
+    "k2": Grpo(kl_coef=0.1, kl_estimator="k2"),
+    "k3": Grpo(kl_coef=0.1, kl_estimator="k3", kl_unbiased=True),
+    "k3plus": Grpo(kl_coef=0.1, kl_estimator="k3plus"),
+    "entropy": Grpo(entropy_coef=0.01),
+    "nll": Sft(),
 }
 
 
@@ -55,7 +58,7 @@ def make_batch(rows=4, length=16, seed=0, **given):
         "old_log_probs": noise(),
         "ref_log_probs": noise(),
     }
-    return noise(), np.abs(noise()), TrainBatch(**(fields | given))
+    return noise(), np.abs(noise()), batch_of(**(fields | given))
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -73,13 +76,13 @@ def test_extreme_log_ratios_give_finite_values_and_gradients(variant, shift):
     assert np.isfinite(loss)
     for grad in grads:
         assert np.isfinite(grad).all()
-    assert all(np.isfinite(value) for value in finish_metrics(metrics).values())
+    assert all(np.isfinite(value) for value in finish(metrics).values())
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "ref_log_probs", "rollout_log_probs"])
 def test_impossible_tokens_of_the_other_policies_give_finite_values_and_gradients(field):
     log_probs, entropies, batch = make_batch()
-    getattr(batch, field)[0, 3] = -np.inf
+    batch.columns[field][0, 3] = -np.inf
     for variant in ("clip", "sequence", "k3", "mask", "cispo"):
         (loss, _), grads = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
         assert np.isfinite(loss)
@@ -89,7 +92,7 @@ def test_impossible_tokens_of_the_other_policies_give_finite_values_and_gradient
 def test_not_a_number_at_a_scored_token_is_not_hidden():
     log_probs, entropies, batch = make_batch()
     log_probs[0, 3] = np.nan
-    (loss, _), _ = loss_and_gradient(log_probs, entropies, batch, AlgoConfig())
+    (loss, _), _ = loss_and_gradient(log_probs, entropies, batch, Grpo())
     assert np.isnan(loss)
 
 
@@ -98,8 +101,7 @@ def test_what_is_not_scored_does_not_matter(variant):
     log_probs, entropies, batch = make_batch()
     expected = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
     off = batch.loss_mask == 0
-    arrays = (log_probs, entropies, batch.advantages, batch.old_log_probs, batch.ref_log_probs)
-    for array in (*arrays, batch.rollout_log_probs):
+    for array in (log_probs, entropies, *batch.columns.values()):
         array[off] = np.nan
     found = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -107,38 +109,39 @@ def test_what_is_not_scored_does_not_matter(variant):
 
 
 def test_everything_masked_gives_zero_weights_a_finite_loss_and_no_gradient():
-    config = AlgoConfig(kl_coef=0.1, entropy_coef=0.1)
+    config = Grpo(kl_coef=0.1, entropy_coef=0.1)
     log_probs, entropies, batch = make_batch(loss_mask=np.zeros((4, 16), np.float32))
     (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
     assert float(loss) == 0.0
     assert not np.asarray(grads[0]).any() and not np.asarray(grads[1]).any()
-    assert all(np.isfinite(value) for value in finish_metrics(metrics).values())
+    assert all(np.isfinite(value) for value in finish(metrics).values())
     for aggregation in ("token_mean", "sequence_mean", "constant"):
         for empty in ("count", "skip"):
-            config = AlgoConfig(aggregation=aggregation, empty_sequences=empty, mask_truncated=True)
-            for tokens, truncated in (([0, 0], [False, False]), ([3, 5], [True, True])):
-                weights = loss_weights(
-                    np.array(tokens), config, max_completion_tokens=8, truncated=np.array(truncated)
-                )
-                np.testing.assert_array_equal(weights, np.zeros(2, np.float32))
+            config = Grpo(aggregation=aggregation, empty_sequences=empty)
+            weights = loss_weights(np.array([0, 0]), config, longest_tokens=8)
+            np.testing.assert_array_equal(weights, np.zeros(2, np.float32))
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in ("nll", "reinforce", "cispo")])
 def test_without_old_log_probs_the_ratio_is_exactly_one_and_its_gradient_alive(variant):
-    log_probs, entropies, batch = make_batch(old_log_probs=None, rollout_log_probs=None)
+    log_probs, entropies, batch = make_batch(old_log_probs=None)
     config = VARIANTS[variant]
     if config.sampler_correction != "none":
-        config = AlgoConfig(**{**vars(config), "sampler_correction": "none"})
+        config = Grpo(**{**vars(config), "sampler_correction": "none"})
     (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
-    finished = finish_metrics(metrics)
+    finished = finish(metrics)
     assert finished["algo/ratio_max"] == 1.0
     np.testing.assert_allclose(finished["algo/ratio_mean"], 1.0, rtol=1e-6)
+    gain = batch.loss_weights * batch.columns["advantages"]
     assert finished["algo/clip_fraction"] == 0.0 and finished["algo/kl_old"] == 0.0
     np.testing.assert_allclose(
-        finished["loss/policy"], -np.sum(batch.loss_weights * batch.advantages), rtol=1e-5, atol=1e-7
+        finished["loss/policy"],
+        -np.sum(batch.loss_weights * batch.columns["advantages"]),
+        rtol=1e-5,
+        atol=1e-7,
     )
     if config.ratio_level == "token" and not config.kl_coef:
-        np.testing.assert_allclose(grads[0], -batch.loss_weights * batch.advantages, rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(grads[0], -gain, rtol=1e-5, atol=1e-9)
 
 
 def test_zero_advantages_give_exactly_no_gradient():
@@ -150,18 +153,18 @@ def test_zero_advantages_give_exactly_no_gradient():
 
 def test_entropy_bonus_raises_entropy_by_the_loss_weights():
     log_probs, entropies, batch = make_batch()
-    (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, AlgoConfig(entropy_coef=0.25))
+    (_, metrics), grads = loss_and_gradient(log_probs, entropies, batch, Grpo(entropy_coef=0.25))
     np.testing.assert_allclose(grads[1], -0.25 * batch.loss_weights, rtol=1e-6)
     np.testing.assert_allclose(
-        finish_metrics(metrics)["loss/entropy"], -0.25 * np.sum(batch.loss_weights * entropies), rtol=1e-5
+        finish(metrics)["loss/entropy"], -0.25 * np.sum(batch.loss_weights * entropies), rtol=1e-5
     )
 
 
 def test_parts_of_the_loss_add_up():
     log_probs, entropies, batch = make_batch()
-    config = AlgoConfig(kl_coef=0.1, entropy_coef=0.1)
+    config = Grpo(kl_coef=0.1, entropy_coef=0.1)
     (loss, metrics), _ = loss_and_gradient(log_probs, entropies, batch, config)
-    metrics = finish_metrics(metrics)
+    metrics = finish(metrics)
     parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
     np.testing.assert_allclose([parts, metrics["loss/total"]], [loss, loss], rtol=1e-6)
 
@@ -170,19 +173,10 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood_and_needs_nothing_e
     log_probs, entropies, batch = make_batch(
         advantages=None, old_log_probs=None, rollout_log_probs=None, ref_log_probs=None
     )
-    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, AlgoConfig(**PRESETS["sft"]))
+    (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, Sft())
     np.testing.assert_allclose(loss, -log_probs[batch.loss_mask > 0].mean(), rtol=1e-6)
     np.testing.assert_allclose(grads[0], -batch.loss_weights, rtol=1e-6)
-    assert set(finish_metrics(metrics)) == {"loss/policy", "loss/total", "algo/entropy"}
-
-
-def test_missing_log_probs_are_refused():
-    log_probs, entropies, batch = make_batch(ref_log_probs=None, rollout_log_probs=None)
-    with pytest.raises(ValueError, match="ref_log_probs"):
-        policy_loss(log_probs, entropies, batch, AlgoConfig(kl_coef=0.1, sampler_correction="none"))
-    with pytest.raises(ValueError, match="rollout_log_probs"):
-        policy_loss(log_probs, entropies, batch, AlgoConfig())
-    policy_loss(log_probs, entropies, batch, AlgoConfig(sampler_correction="none"))
+    assert set(finish(metrics)) == {"loss/policy", "loss/total", "algo/entropy"}
 
 
 @pytest.mark.parametrize("variant", ["clip", "sequence", "mask", "k3", "entropy"])
@@ -190,7 +184,7 @@ def test_one_device_eight_devices_and_micro_batches_agree(variant):
     config = VARIANTS[variant]
     log_probs, entropies, batch = make_batch(rows=8)
     (loss, metrics), grads = loss_and_gradient(log_probs, entropies, batch, config)
-    expected = finish_metrics(metrics)
+    expected = finish(metrics)
 
     mesh = Mesh(np.array(jax.devices()), ("data",))
     sharded = jax.device_put((log_probs, entropies, batch), NamedSharding(mesh, PartitionSpec("data")))
@@ -205,8 +199,8 @@ def test_one_device_eight_devices_and_micro_batches_agree(variant):
     np.testing.assert_allclose(sum(p[0][0] for p in parts), loss, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(np.concatenate([p[1][0] for p in parts]), grads[0], rtol=1e-5, atol=1e-8)
     empty = jax.tree.map(jnp.zeros_like, metrics)
-    merged = functools.reduce(merge_metrics, [p[0][1] for p in parts], empty)
-    for found in (finish_metrics(metrics_8), finish_metrics(merged)):
+    merged = functools.reduce(merge, [p[0][1] for p in parts], empty)
+    for found in (finish(metrics_8), finish(merged)):
         assert found.keys() == expected.keys()
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -214,17 +208,19 @@ def test_one_device_eight_devices_and_micro_batches_agree(variant):
 
 def test_metrics_of_several_updates_are_means_over_their_tokens():
     long, short = (make_batch(rows=4), make_batch(rows=1, seed=1))
-    updates = [loss_and_gradient(*batch, AlgoConfig())[0][1] for batch in (long, short)]
-    found = finish_metrics(*(of_update(metrics) for metrics in updates))
+    updates = [loss_and_gradient(*batch, Grpo())[0][1] for batch in (long, short)]
+    found = finish(*(of_update(metrics) for metrics in updates))
 
     scored = [batch.loss_mask > 0 for _, _, batch in (long, short)]
     entropies = np.concatenate([e[m] for (_, e, _), m in zip((long, short), scored, strict=True)])
     assert found["algo/entropy"] == pytest.approx(entropies.astype(np.float64).mean(), rel=1e-6)
-    ratios = [np.exp(p - b.old_log_probs)[m] for (p, _, b), m in zip((long, short), scored, strict=True)]
+    ratios = [
+        np.exp(p - b.columns["old_log_probs"])[m] for (p, _, b), m in zip((long, short), scored, strict=True)
+    ]
     assert found["algo/ratio_mean"] == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
     assert found["algo/ratio_max"] == pytest.approx(max(r.max() for r in ratios), rel=1e-5)
     # A loss is a number of its update, whatever the update's size.
-    losses = [finish_metrics(metrics)["loss/total"] for metrics in updates]
+    losses = [finish(metrics)["loss/total"] for metrics in updates]
     assert found["loss/total"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
@@ -242,22 +238,22 @@ def test_each_metric_says_how_it_adds_up_whatever_its_name():
         "b": metric(5.0, reduction="max"),
         "c": metric(1.0, reduction="sum"),
     }
-    found = finish_metrics(first, second, {"c": metric(2.0, reduction="sum")})
+    found = finish(first, second, {"c": metric(2.0, reduction="sum")})
     assert found == {"a_max": pytest.approx(1000 / 1010), "b": 5.0, "c": 3.0}
 
 
 def test_sampler_difference_is_measured_between_the_same_weights():
     log_probs, entropies, batch = make_batch()
     scored = batch.loss_mask > 0
-    for old in (batch.old_log_probs, None):
-        batch_of = TrainBatch(**{**vars(batch), "old_log_probs": old})
-        (_, metrics), _ = loss_and_gradient(log_probs, entropies, batch_of, AlgoConfig())
+    for old in (batch.columns["old_log_probs"], None):
+        batch_now = changed(batch, old_log_probs=old)
+        (_, metrics), _ = loss_and_gradient(log_probs, entropies, batch_now, Grpo())
         trainer = log_probs if old is None else old
-        difference = np.abs(batch.rollout_log_probs - trainer)[scored]
-        found = finish_metrics(metrics)
+        difference = np.abs(batch.columns["rollout_log_probs"] - trainer)[scored]
+        found = finish(metrics)
         np.testing.assert_allclose(found["sampler/log_prob_diff_mean"], difference.mean(), rtol=1e-5)
         np.testing.assert_allclose(found["sampler/log_prob_diff_max"], difference.max(), rtol=1e-5)
-        ratio = np.exp(trainer - batch.rollout_log_probs)[scored]
+        ratio = np.exp(trainer - batch.columns["rollout_log_probs"])[scored]
         np.testing.assert_allclose(found["sampler/weight_mean"], np.minimum(ratio, 2.0).mean(), rtol=1e-5)
         np.testing.assert_allclose(found["sampler/clipped_fraction"], (ratio > 2.0).mean(), rtol=1e-5)
 
@@ -267,16 +263,16 @@ def test_the_off_policy_mask_sees_the_sampler(updated):
     """DeepSeek-V3.2: with log-probs of the sampler, so also where one update has a ratio of exactly 1."""
     log_probs, entropies, batch = make_batch(advantages=-np.ones((4, 16), np.float32))
     old = log_probs + 0.05 if updated else None
-    config = AlgoConfig(off_policy_mask=0.1)
+    config = Grpo(off_policy_mask=0.1)
     # The trainer is 1 nat a token below the sampler in the first sequence of each row, and equal in the
     # second.
     away = log_probs + (batch.segment_ids == 1)
-    batch = TrainBatch(**{**vars(batch), "old_log_probs": old, "rollout_log_probs": away})
+    batch = changed(batch, old_log_probs=old, rollout_log_probs=away)
     _, (grad, _) = loss_and_gradient(log_probs, entropies, batch, config)
     scored = batch.loss_mask > 0
     assert not np.asarray(grad)[scored & (batch.segment_ids == 1)].any()
     assert np.asarray(grad)[scored & (batch.segment_ids == 2)].all()
-    praised = TrainBatch(**{**vars(batch), "advantages": -batch.advantages})
+    praised = changed(batch, advantages=-batch.columns["advantages"])
     assert np.asarray(loss_and_gradient(log_probs, entropies, praised, config)[1][0])[scored].all()
 
 
@@ -285,11 +281,11 @@ def test_rloo_corrects_for_the_sampler_by_whole_sequences(offset):
     """Every token of 10 is off by as much: the sequence's ratio is exp(10 x offset), 0.050 for -0.3; a mean
     of the weights of tokens would be 0.741."""
     log_probs = np.linspace(-2.0, -1.0, 10, dtype=np.float32)[None]
-    config = AlgoConfig(**PRESETS["rloo"])
+    config = Grpo(**PRESETS["rloo"])
     ones = np.ones((1, 10), np.float32)
-    weights = ones * loss_weights(np.array([10]), config, max_completion_tokens=10)
+    weights = ones * loss_weights(np.array([10]), config, longest_tokens=10)
     ids = ones.astype(np.int32)
-    batch = TrainBatch(
+    batch = batch_of(
         tokens=ids,
         positions=ids,
         segment_ids=ids,
@@ -325,19 +321,17 @@ def test_rloo_corrects_for_the_sampler_by_whole_sequences(offset):
 )
 def test_weights_aggregate_as_other_libraries_do(golden, settings, factor):
     goldens, mask = np.load(FOLDER / "kl_entropy_agg.npz"), np.load(FOLDER / "inputs.npz")["mask"]
-    weights = loss_weights(mask.sum(1), AlgoConfig(**settings), max_completion_tokens=7)
+    weights = loss_weights(mask.sum(1), Grpo(**settings), longest_tokens=7)
     assert weights.dtype == np.float32 and weights.shape == (6,)
     found = factor * np.sum(weights[:, None] * mask * goldens["loss_mat"])
     np.testing.assert_allclose(found, goldens[f"agg_{golden}"], atol=2e-6)
 
 
-def test_truncated_sequences_are_masked_only_when_asked():
-    tokens, truncated = np.array([4, 8, 2, 8]), np.array([False, True, False, True])
-    keep = loss_weights(tokens, AlgoConfig(), max_completion_tokens=8, truncated=truncated)
-    np.testing.assert_allclose(keep, np.full(4, 1 / 22), rtol=1e-6)
-    config = AlgoConfig(mask_truncated=True)
-    masked = loss_weights(tokens, config, max_completion_tokens=8, truncated=truncated)
-    np.testing.assert_allclose(masked, [1 / 6, 0, 1 / 6, 0], rtol=1e-6)
-    config = AlgoConfig(mask_truncated=True, aggregation="sequence_mean", empty_sequences="skip")
-    masked = loss_weights(tokens, config, max_completion_tokens=8, truncated=truncated)
-    np.testing.assert_allclose(masked, [1 / 8, 0, 1 / 4, 0], rtol=1e-6)
+def test_sequences_without_a_scored_token_get_no_weight():
+    tokens = np.array([4, 0, 2, 0])
+    found = loss_weights(tokens, Grpo(), longest_tokens=8)
+    np.testing.assert_allclose(found, [1 / 6, 0, 1 / 6, 0], rtol=1e-6)
+    for empty, share in (("skip", 2), ("count", 4)):
+        config = Grpo(aggregation="sequence_mean", empty_sequences=empty)
+        found = loss_weights(tokens, config, longest_tokens=8)
+        np.testing.assert_allclose(found, [1 / share / 4, 0, 1 / share / 2, 0], rtol=1e-6)

@@ -11,7 +11,7 @@ from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper, OptimConfig, learning_rate_schedule, stochastic_round
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.models import Model, ModelConfig
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def pushed(split, updates, seed=0):
     learner = Learner(
         model=model,
         mesh=mesh,
-        algo=AlgoConfig(),
+        loss=Grpo().loss,
         temperature=1.0,
         vocab_limit=None,
         moment_dtype="bfloat16",

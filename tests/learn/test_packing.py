@@ -7,8 +7,10 @@ import pytest
 
 from jaxrl.config import ConfigError
 from jaxrl.learn.packing import BatchConfig, BatchShape, Sequence, pack, rows_needed, unpack
+from jaxrl.types import ADVANTAGES, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS, TARGETS, Column
 
-FIELDS = ("loss_mask", "loss_weights", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+COLUMNS = (ADVANTAGES, ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, REF_LOG_PROBS, TARGETS)
+ROLE = Column(name="role", doc="1: chosen, 2: rejected.", dtype="int32", per="sequence")
 
 
 def ragged(count, longest, seed, *, shortest=1):
@@ -17,9 +19,15 @@ def ragged(count, longest, seed, *, shortest=1):
     for _ in range(count):
         n = int(random.integers(shortest, longest + 1))
         mask = (np.arange(n) >= random.integers(0, n)).astype(np.float32)
-        values = {name: random.normal(size=n).astype(np.float32) for name in FIELDS[1:]}
+        columns = {c.name: (9 * random.normal(size=n)).astype(c.dtype) for c in COLUMNS}
+        weights = random.normal(size=n).astype(np.float32)
         sequences.append(
-            Sequence(tokens=random.integers(0, 500, n).astype(np.int32), loss_mask=mask, **values)
+            Sequence(
+                tokens=random.integers(0, 500, n).astype(np.int32),
+                loss_mask=mask,
+                loss_weights=weights,
+                columns=columns,
+            )
         )
     return sequences
 
@@ -39,16 +47,18 @@ def micro_batches_needed(count, longest, row_tokens, rows):
 def test_nothing_is_lost_and_everything_comes_back(count, longest, row_tokens, rows):
     sequences = ragged(count, longest, seed=count)
     most = micro_batches_needed(count, longest, row_tokens, rows)
-    batch, used, index = pack(sequences, shape_of(most, rows, row_tokens))
+    batch, used, index = pack(sequences, shape_of(most, rows, row_tokens), COLUMNS)
     assert batch.attention is None and batch.predictors is None
-    arrays = {name: getattr(batch, name) for name in ("tokens", "positions", "segment_ids", *FIELDS)}
+    own = ("tokens", "loss_mask", "loss_weights")
+    arrays = {name: getattr(batch, name) for name in (*own, "positions", "segment_ids")} | batch.columns
     assert {a.shape for a in arrays.values()} == {(most, rows, row_tokens)}
     assert {name: a.dtype for name, a in arrays.items() if a.dtype != np.float32} == dict.fromkeys(
-        ("tokens", "positions", "segment_ids"), np.dtype(np.int32)
+        ("tokens", "positions", "segment_ids", "targets"), np.dtype(np.int32)
     )
-    for name in ("tokens", *FIELDS):
+    for name in (*own, *batch.columns):
         for part, sequence in zip(unpack(arrays[name], index), sequences, strict=True):
-            np.testing.assert_array_equal(part, getattr(sequence, name))
+            values = getattr(sequence, name) if name in own else sequence.columns[name]
+            np.testing.assert_array_equal(part, values)
     for part, sequence in zip(unpack(batch.positions, index), sequences, strict=True):
         np.testing.assert_array_equal(part, np.arange(len(sequence)))
     real = batch.segment_ids > 0
@@ -123,12 +133,14 @@ def test_the_layout_depends_on_lengths_only():
     np.testing.assert_array_equal(first[0].segment_ids, second[0].segment_ids)
 
 
-def test_defaults_and_one_advantage_for_all_tokens_of_the_mask():
-    sequence = Sequence(tokens=np.arange(1, 6), loss_mask=np.array([0, 0, 1, 0, 1]), advantages=-1.5)
-    batch, _, index = pack([sequence], shape_of(1, 1, 8))
-    assert unpack(batch.advantages, index)[0].tolist() == [0, 0, -1.5, 0, -1.5]
-    assert not batch.loss_weights.any() and not batch.rollout_log_probs.any()
-    assert batch.old_log_probs is None and batch.ref_log_probs is None
+def test_one_number_for_a_sequence_stands_at_its_scored_tokens():
+    given = {"advantages": -1.5, "role": 2, "unread": np.ones(3)}
+    sequence = Sequence(tokens=np.arange(1, 6), loss_mask=np.array([0, 0, 1, 0, 1]), columns=given)
+    batch, _, index = pack([sequence], shape_of(1, 1, 8), (ADVANTAGES, ROLE))
+    assert batch.columns.keys() == {"advantages", "role"}
+    assert unpack(batch.columns["advantages"], index)[0].tolist() == [0, 0, -1.5, 0, -1.5]
+    assert unpack(batch.columns["role"], index)[0].tolist() == [0, 0, 2, 0, 2]
+    assert not batch.loss_weights.any()
 
 
 def test_no_sequences_give_an_empty_batch():
@@ -146,15 +158,18 @@ def test_what_has_no_room_is_refused_with_the_key():
 
 
 def test_malformed_sequences_are_refused():
-    good = Sequence(tokens=np.ones(3, np.int32), loss_mask=np.ones(3))
+    given = {"advantages": 1.0, "role": 1}
+    good = Sequence(tokens=np.ones(3, np.int32), loss_mask=np.ones(3), columns=given)
     for wrong, said in (
         ([dataclasses.replace(good, loss_weights=np.ones(4))], "loss_weights has shape"),
         ([dataclasses.replace(good, loss_mask=np.ones(1))], "loss_mask has shape"),
-        ([good, dataclasses.replace(good, old_log_probs=np.ones(3))], "only some"),
+        ([good, dataclasses.replace(good, columns={})], "a sequence has no advantages, which the loss reads"),
+        ([dataclasses.replace(good, columns={"advantages": np.ones(2), "role": 1})], "advantages has shape"),
+        ([dataclasses.replace(good, columns={"advantages": 1.0, "role": np.ones(3)})], "role has shape"),
         ([Sequence(tokens=np.zeros(0, np.int32), loss_mask=np.zeros(0))], "empty sequence"),
     ):
         with pytest.raises(ValueError, match=said):
-            pack(wrong, shape_of(1, 1, 8))
+            pack(wrong, shape_of(1, 1, 8), (ADVANTAGES, ROLE))
 
 
 def test_batch_shape_follows_the_settings():

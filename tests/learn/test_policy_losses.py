@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from policy_losses import batch_of, policy_loss
 
-from jaxrl.learn.losses import finish_metrics, loss_weights, merge_metrics, policy_loss
-from jaxrl.recipes.config import AlgoConfig
-from jaxrl.types import TrainBatch
+from jaxrl.learn.losses.loss import loss_weights
+from jaxrl.learn.metrics import finish, merge
+from jaxrl.recipes.grpo import Grpo
 
 FOLDER = pathlib.Path(__file__).parent.parent / "fixtures" / "losses"
 CUSTOM = f"{pathlib.Path(__file__).parent / 'user_objectives.py'}:"
@@ -56,7 +57,7 @@ def load_cases():
     return {case["name"]: case for case in cases if case["name"] not in NOT_EXPRESSED}
 
 
-def config_of(case) -> AlgoConfig:
+def config_of(case) -> Grpo:
     """The case's hyperparameters in our words."""
     given = case["params"]
     settings = {"sampler_correction": "none", "kl_coef": given.get("beta", 0.0)}
@@ -74,7 +75,7 @@ def config_of(case) -> AlgoConfig:
         level, mode = correction["mode"].split("_")
         settings |= {"sampler_correction": mode, "sampler_level": level}
         settings |= {"sampler_min": correction.get("clip_min", 0.0), "sampler_max": correction["clip_max"]}
-    return AlgoConfig(**settings)
+    return Grpo(**settings)
 
 
 @functools.cache
@@ -120,11 +121,11 @@ class Layout:
         return out
 
     def batch(self, arrays, mask, weights):
-        """``arrays``: [6, 7] by TrainBatch field, None stays None."""
+        """``arrays``: [6, 7] by column; the batch lacks one that is None."""
         scored = np.nan_to_num(self.spread(mask.astype(np.float32), mask))
         laid = {name: None if v is None else self.spread(v, mask) for name, v in arrays.items()}
         per_token = np.nan_to_num(self.spread(np.broadcast_to(weights[:, None], mask.shape), mask))
-        return TrainBatch(
+        return batch_of(
             tokens=scored.astype(np.int32),
             positions=np.zeros_like(scored, np.int32),
             segment_ids=self.segments(mask),
@@ -145,11 +146,11 @@ def evaluate(config, *, layout="padded", mask, logp, old, ref, sampler, advantag
     """Loss, gradient [6, 7] and finished metrics of the six sequences as one update."""
     places, rows, length, micro_batches = LAYOUTS[layout]
     layout = Layout(places, rows, length)
-    weights = loss_weights(mask.sum(1), config, max_completion_tokens=LENGTH)
+    weights = loss_weights(mask.sum(1), config, longest_tokens=LENGTH)
     arrays = {
         "old_log_probs": old,
         "ref_log_probs": ref,
-        "rollout_log_probs": sampler,
+        "rollout_log_probs": next(v for v in (sampler, old, logp) if v is not None),
         "advantages": advantages,
     }
     batch = layout.batch(arrays, mask, weights)
@@ -162,8 +163,8 @@ def evaluate(config, *, layout="padded", mask, logp, old, ref, sampler, advantag
         (part, found), grad = gradient(jnp.asarray(logp[rows]), jnp.asarray(entropies[rows]), micro, config)
         loss += float(part)
         grads.append(np.asarray(grad))
-        metrics = found if metrics is None else merge_metrics(metrics, found)
-    return loss, layout.collect(np.concatenate(grads), mask), finish_metrics(metrics)
+        metrics = found if metrics is None else merge(metrics, found)
+    return loss, layout.collect(np.concatenate(grads), mask), finish(metrics)
 
 
 def evaluate_case(case, layout="padded"):
@@ -221,7 +222,7 @@ def test_clip_fractions_count_every_token_that_a_bound_acts_on(settings, cut, la
     if "dual" in cut:
         low, high = low & (advantages < 0), high & (advantages > 0)
     dual = (ratio > cut.get("dual", np.inf)) & (advantages < 0)
-    config = AlgoConfig(sampler_correction="none", **settings)
+    config = Grpo(sampler_correction="none", **settings)
     _, grad, metrics = evaluate(
         config,
         layout=layout,
@@ -250,7 +251,7 @@ def test_every_policy_case_is_covered():
 def test_ppo_policy_loss_with_token_advantages_and_dual_clip(bound):
     goldens, x = np.load(FOLDER / "ppo.npz"), inputs()
     name = "policy" if bound is None else f"policy_dualclip{bound}"
-    config = AlgoConfig(clip_low=0.2, clip_high=0.2, clip_dual=bound, sampler_correction="none")
+    config = Grpo(clip_low=0.2, clip_high=0.2, clip_dual=bound, sampler_correction="none")
     loss, grad, metrics = evaluate(
         config,
         mask=x["mask"],
@@ -281,7 +282,7 @@ def test_sampler_weights_are_the_gradient_of_reinforce(key, layout):
     """With A = 1 and objective reinforce the gradient is minus the weight over the number of tokens."""
     level, mode, *bounds = key.split("_")
     bounds = {"sampler_" + b[:3]: float(b[3:]) for b in bounds}
-    config = AlgoConfig(objective="reinforce", sampler_correction=mode, sampler_level=level, **bounds)
+    config = Grpo(objective="reinforce", sampler_correction=mode, sampler_level=level, **bounds)
     x = inputs()
     _, grad, metrics = evaluate(
         config,

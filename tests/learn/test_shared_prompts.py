@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
+from jaxrl.types import ADVANTAGES, OLD_LOG_PROBS, REF_LOG_PROBS, ROLLOUT_LOG_PROBS
 
-VALUES = ("loss_weights", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+COLUMNS = (ADVANTAGES, ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, REF_LOG_PROBS)
 
 
 def sequences(num_prompts, group, prompt_tokens, completion_tokens, seed=0, *, order=None):
@@ -17,14 +18,16 @@ def sequences(num_prompts, group, prompt_tokens, completion_tokens, seed=0, *, o
         for _ in range(group):
             own = int(random.integers(*completion_tokens, endpoint=True))
             mask = np.repeat([0.0, 1.0], [len(prompt), own])
-            values = {name: mask * random.normal(size=len(mask)) for name in VALUES}
+            weights = mask * random.normal(size=len(mask))
+            columns = {column.name: mask * random.normal(size=len(mask)) for column in COLUMNS}
             found.append(
                 Sequence(
                     tokens=np.concatenate([prompt, random.integers(1, 500, own)]).astype(np.int32),
                     loss_mask=mask,
                     group=number,
                     prompt_tokens=len(prompt),
-                    **values,
+                    loss_weights=weights,
+                    columns=columns,
                 )
             )
     return found if order is None else [found[i] for i in order]
@@ -34,7 +37,7 @@ def packed(found, *, group, longest, completion, shards=1, **settings):
     shape = BatchConfig(**settings).shape(
         len(found), longest, num_shards=shards, group_size=group, completion_tokens=completion
     )
-    return shape, *pack(found, shape)
+    return shape, *pack(found, shape, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +53,12 @@ def test_nothing_is_lost_and_attention_sees_whole_sequences(
         found, group=group, longest=50, completion=30, shards=shards, micro_batch_tokens=micro_batch_tokens
     )
     assert 1 <= used <= shape.micro_batches
-    for name in ("tokens", "loss_mask", *VALUES):
+    for name in ("tokens", "loss_mask", "loss_weights"):
         for part, sequence in zip(unpack(getattr(batch, name), index), found, strict=True):
             np.testing.assert_array_equal(part, np.float32(getattr(sequence, name)), name)
+    for name, array in batch.columns.items():
+        for part, sequence in zip(unpack(array, index), found, strict=True):
+            np.testing.assert_array_equal(part, np.float32(sequence.columns[name]), name)
 
     # A row of attention, token by token, is the sequences one after another, each from a page's beginning.
     table = batch.attention
@@ -144,10 +150,11 @@ def test_groups_are_spread_over_the_devices():
 def test_a_prompt_that_is_not_the_groups_is_refused():
     one, other = sequences(2, 1, (5, 5), (3, 3))
     options = {"group": 2, "longest": 8, "completion": 3, "micro_batch_tokens": 64}
-    wrong = Sequence(tokens=other.tokens, loss_mask=other.loss_mask, group=0, prompt_tokens=5)
-    good = Sequence(tokens=one.tokens, loss_mask=one.loss_mask, group=0, prompt_tokens=5)
+    prompt = {"group": 0, "prompt_tokens": 5, "columns": one.columns}
+    wrong = Sequence(tokens=other.tokens, loss_mask=other.loss_mask, **prompt)
+    good = Sequence(tokens=one.tokens, loss_mask=one.loss_mask, **prompt)
     with pytest.raises(ValueError, match="does not begin with its prompt"):
         packed([good, wrong], **options)
-    scored = Sequence(tokens=one.tokens, loss_mask=np.ones(8), group=0, prompt_tokens=5)
+    scored = Sequence(tokens=one.tokens, loss_mask=np.ones(8), **prompt)
     with pytest.raises(ValueError, match="scores its prompt"):
         packed([scored], **options)

@@ -14,19 +14,20 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl.learn.learner import Learner
-from jaxrl.learn.losses import finish_metrics
+from jaxrl.learn.metrics import finish
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named, put
 from jaxrl.models import Model, hf
 from jaxrl.ops.axes import BATCH_AXES, batch_shards
-from jaxrl.recipes.config import AlgoConfig
-from jaxrl.recipes.presets import PRESETS
+from jaxrl.recipes.grpo import Grpo
+from jaxrl.recipes.sft import Sft
 
 CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+POLICY_LOSS = Grpo(kl_coef=0.1, num_minibatches=2).loss
 FAST = {"xla_backend_optimization_level": 0}
 """Options for tiny programs that run once: they are compiled fast, not well."""
 
@@ -44,7 +45,7 @@ def sequences(num_prompts=5, group=GROUP, seed=0):
                     tokens=np.concatenate([prompt, random.integers(1, 60, own)]).astype(np.int32),
                     loss_mask=mask,
                     loss_weights=mask / 100,
-                    advantages=mask * random.normal(),
+                    columns={"advantages": mask * random.normal()},
                     group=number,
                     prompt_tokens=len(prompt),
                 )
@@ -52,7 +53,7 @@ def sequences(num_prompts=5, group=GROUP, seed=0):
     return found
 
 
-def learner_of(family, split, algo):
+def learner_of(family, split, loss, router_loss_coef):
     """A learner of a reference checkpoint, and its parameters."""
     mesh = make_mesh(
         MeshConfig(**dict(zip(("data", "fsdp", "tensor"), split, strict=True))),
@@ -60,7 +61,8 @@ def learner_of(family, split, algo):
     )
     model = Model(hf.load_config(CHECKPOINTS / family), mesh=mesh if mesh.size > 1 else None)
     params = jax.device_put(hf.load_params(CHECKPOINTS / family, model), named(mesh, model.specs(mesh)))
-    return Learner(model=model, mesh=mesh, algo=algo, temperature=4.0, vocab_limit=None), params
+    settings = {"temperature": 4.0, "vocab_limit": None, "router_loss_coef": router_loss_coef}
+    return Learner(model=model, mesh=mesh, loss=loss, **settings), params
 
 
 def run(program, *args):
@@ -70,12 +72,12 @@ def run(program, *args):
 class Update:
     """An update of a reference checkpoint with the given layout of the batch."""
 
-    def __init__(self, family, split=(1, 1, 1), algo=AlgoConfig(kl_coef=0.1), **batch_settings):  # noqa: B008
+    def __init__(self, family, split=(1, 1, 1), loss=POLICY_LOSS, router_loss_coef=0.0, **batch_settings):
         self.settings = BatchConfig(**batch_settings)
-        self.learner, self.params = learner_of(family, split, algo)
+        self.learner, self.params = learner_of(family, split, loss, router_loss_coef)
         self.mesh = self.learner.mesh
 
-    def batch(self, found, group=GROUP):
+    def batch(self, found, columns, group=GROUP):
         shape = self.settings.shape(
             len(found),
             LONGEST,
@@ -83,18 +85,18 @@ class Update:
             group_size=group,
             completion_tokens=COMPLETION,
         )
-        batch, used, index = pack(found, shape)
+        batch, used, index = pack(found, shape, columns)
         return put(batch, self.mesh, PartitionSpec(None, BATCH_AXES)), put(np.int32(used), self.mesh), index
 
     def log_probs(self, found):
-        batch, count, index = self.batch(found)
+        batch, count, index = self.batch(found, ())
         return unpack(run(self.learner.forward, self.params, {}, batch, count).log_probs, index)
 
     def gradient(self, found):
-        batch, count, _ = self.batch(found)
+        batch, count, _ = self.batch(found, self.learner.loss.columns)
         zeros = self.learner.zeros(self.params)
         gradient, metrics, _ = run(self.learner.accumulate, self.params, {}, zeros, batch, count)
-        return gradient, finish_metrics(metrics)
+        return gradient, finish(metrics)
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def padded(family):
     random, found = np.random.default_rng(1), []
     for s, values in zip(sequences(), plain.log_probs(sequences()), strict=True):
         noisy = {n: values + s.loss_mask * random.normal(size=len(s)) / 10 for n in LOG_PROBS}
-        found.append(dataclasses.replace(s, **noisy))
+        found.append(dataclasses.replace(s, columns={**s.columns, **noisy}))
     return found, plain.log_probs(found), *plain.gradient(found)
 
 
@@ -144,9 +146,8 @@ def test_router_loss_is_that_of_transformers_and_is_trained_on():
         found.append(Sequence(tokens=row[:length], loss_mask=mask, loss_weights=mask / len(mask)))
 
     def update(coef, rows=3):
-        algo = AlgoConfig(**PRESETS["sft"], router_loss_coef=coef)
         settings = {"micro_batch_tokens": rows * LONGEST, "share_prompts": False}
-        return Update("mixtral", algo=algo, **settings).gradient(found)
+        return Update("mixtral", loss=Sft().loss, router_loss_coef=coef, **settings).gradient(found)
 
     gradient, metrics = update(0.5)
     plain_gradient, plain = update(0.0)
@@ -187,8 +188,11 @@ def test_memory_does_not_depend_on_the_size_of_groups():
     """Contract 7: four times the completions take more micro-batches, not more memory for each."""
     update, used, temporaries = Update("llama", micro_batch_tokens=56), [], []
     for group in (4, 16):
-        found = [dataclasses.replace(s, ref_log_probs=-s.loss_mask) for s in sequences(group=group)]
-        batch, count, _ = update.batch(found, group)
+        found = [
+            dataclasses.replace(s, columns={**s.columns, **dict.fromkeys(LOG_PROBS, -s.loss_mask)})
+            for s in sequences(group=group)
+        ]
+        batch, count, _ = update.batch(found, update.learner.loss.columns, group)
         args = (update.learner.init_state(update.params), {}, batch, count, Hyper.of(OptimConfig(), 1e-6))
         program = update.learner.update.lower(*args).compile(FAST)
         used.append(int(count))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl.learn import losses
+from jaxrl.learn.losses.policy import clip
 
 PRESET = {"objective": "reinforce", "advantage_std": "none", "clip_low": 0.1}
 NO_PRESET = ["objective"]
@@ -36,7 +36,7 @@ def sequence_masked(terms, config):
     """Clip weighted by the token's sampler ratio, in sequences whose mean of it lies in [0.9, 1.1]."""
     difference = terms.old_log_probs - terms.rollout_log_probs
     mean = jnp.exp(terms.sequence_mean(difference))
-    return losses.clip(terms, config) * jnp.exp(difference) * ((mean >= 0.9) & (mean <= 1.1))
+    return clip(terms, config) * jnp.exp(difference) * ((mean >= 0.9) & (mean <= 1.1))
 
 
 def best_of_group(rewards):

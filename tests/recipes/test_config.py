@@ -7,27 +7,34 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import ConfigError, from_dict
-from jaxrl.learn.losses import loss_weights, policy_loss
+from jaxrl.config import ConfigError, from_dict, variants
+from jaxrl.learn.losses.loss import Statistics, loss_weights
+from jaxrl.recipes import RECIPES, choose
 from jaxrl.recipes.advantages import combine_rewards, compute, overlong_penalty
-from jaxrl.recipes.config import AlgoConfig, dead_keys
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.recipes.presets import PRESETS
+from jaxrl.recipes.recipe import Recipe
 from jaxrl.types import TrainBatch
 
 CUSTOM = f"{pathlib.Path(__file__).parents[1] / 'learn' / 'user_objectives.py'}:"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Root:
+    algo: Recipe = variants(RECIPES, "how the run learns")
+
+
 def load(**given):
-    return from_dict(AlgoConfig, given, "algo")
+    return from_dict(Root, {"algo": given}).algo
 
 
 def test_default_is_the_consensus_recipe():
     config = load()
-    assert config == AlgoConfig() == load(name="grpo")
+    assert config == Grpo() == load(name="grpo")
     assert (config.clip_low, config.clip_high, config.kl_coef) == (0.2, 0.28, 0.0)
     assert (config.advantage, config.advantage_std) == ("group_mean", "group")
     assert config.aggregation == "token_mean" and not config.uses_reference
-    assert config.updates_per_rollout == 1
+    assert config.updates_per_step == 1
 
 
 # What each paper says, written out.
@@ -66,7 +73,7 @@ def test_default_is_the_consensus_recipe():
             {"advantage": "group_mean", "advantage_std": "none", "whiten": "token"}
             | {"kl_in": "loss", "kl_estimator": "k2"},
         ),
-        ("sft", {"objective": "nll", "supervised": True, "minimum_group_size": 1, "uses_reference": False}),
+        ("sft", {"objective": "nll", "trains_on": "rows", "minimum_group_size": 1, "uses_reference": False}),
     ],
 )
 def test_presets_say_what_their_papers_say(name, expected):
@@ -197,7 +204,8 @@ MODES = {
     "kl in reward": {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
     "dr_grpo": {"advantage_std": "none", "aggregation": "constant", "overlong_penalty": 1.0},
     "gspo": {"ratio_level": "sequence", "aggregation": "sequence_mean", "num_minibatches": 4},
-    "sft": {"objective": "nll", "sampler_correction": "none"},
+    "sft": {"name": "sft"},
+    "sft constant": {"name": "sft", "aggregation": "constant"},
 }
 
 
@@ -208,32 +216,38 @@ def effect(config):
     mask = (np.arange(8) < lengths[:, None]).astype(np.float32)
     rollout, ref, values = (rng.normal(-1.5, 0.3, (6, 8)).astype(np.float32) for _ in range(3))
     old = values + rng.normal(0, 0.2, (6, 8)).astype(np.float32)
-    truncated = None if config.supervised else lengths == 7
-    weights = loss_weights(lengths, config, max_completion_tokens=7, truncated=truncated)
-    fields = {"loss_mask": mask * (weights > 0)[:, None], "loss_weights": mask * weights[:, None]}
-    if config.supervised:
-        fields |= {"advantages": None, "rollout_log_probs": None}
-    else:
+    scored, columns = lengths, {}
+    if isinstance(config, Grpo):
+        scored = np.where(config.mask_truncated & (lengths == 7), 0, lengths)
         rewards = combine_rewards(rng.normal(size=(2, 3, 2)), np.array([1.0, 0.5]), config)
         rewards += overlong_penalty(lengths, config, 7).reshape(2, 3)
         kl = np.sum(mask * (old - ref) ** (1 if config.kl_estimator == "k1" else 2), 1).reshape(2, 3)
-        found = compute(rewards, config, kl=kl, num_tokens=lengths.reshape(2, 3))
-        fields["advantages"] = np.repeat(found.reshape(6, 1), 8, axis=1).astype(np.float32)
-        fields["rollout_log_probs"] = rollout
-        fields["old_log_probs"] = old if config.updates_per_rollout > 1 else None
-        fields["ref_log_probs"] = ref if config.uses_reference else None
-    segments = mask.astype(np.int32)
-    batch = TrainBatch(tokens=segments, positions=segments, segment_ids=segments, **fields)
-    gradient = jax.value_and_grad(lambda p, e: policy_loss(p, e, batch, config)[0], argnums=(0, 1))
+        penalty = config.kl_coef * kl if config.kl_in == "reward" else None
+        found = compute(rewards, config, penalty=penalty, num_tokens=lengths.reshape(2, 3))
+        columns = {"rollout_log_probs": rollout, "old_log_probs": old, "ref_log_probs": ref}
+        columns["advantages"] = np.repeat(found.reshape(6, 1), 8, axis=1).astype(np.float32)
+    weights = loss_weights(scored, config, longest_tokens=7)
+    batch = TrainBatch(
+        tokens=mask.astype(np.int32),
+        positions=mask.astype(np.int32),
+        segment_ids=mask.astype(np.int32),
+        loss_mask=mask * (weights > 0)[:, None],
+        loss_weights=mask * weights[:, None],
+        columns={column.name: columns[column.name] for column in config.loss.columns},
+    )
+    gradient = jax.value_and_grad(lambda p, e: config.loss(Statistics(p, e), batch)[0], argnums=(0, 1))
     return jax.tree.map(np.asarray, gradient(values, np.abs(values)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dead_keys_change_nothing_and_live_keys_something(mode):
-    config = AlgoConfig(**MODES[mode])
-    dead, before = dead_keys(config), effect(config)
-    assert set(dead) <= {field.name for field in dataclasses.fields(AlgoConfig)}
+    config = choose(MODES[mode])(**MODES[mode])
+    dead, before = dict(config.dead_keys()), effect(config)
+    keys = {field.name for field in dataclasses.fields(config)}
+    assert set(dead) <= keys
     for key, values in OTHER_VALUES.items():
+        if key not in keys:
+            continue
         choices = values if isinstance(values, tuple) else (values,)
         value = next((choice for choice in choices if choice != getattr(config, key)), choices[0])
         after = effect(dataclasses.replace(config, **{key: value}))
@@ -259,11 +273,12 @@ LIVE = {
     "dr_grpo": {"constant_length_tokens", "empty_sequences", "overlong_max_tokens", "overlong_buffer_tokens"},
     "gspo": {"ratio_level", "empty_sequences"},
     "sft": {"entropy_coef"},
+    "sft constant": {"constant_length_tokens", "empty_sequences"},
 }
 
 
 def test_group_size_that_the_advantage_needs():
-    assert AlgoConfig().minimum_group_size == 2
+    assert Grpo().minimum_group_size == 2
     assert load(name="rloo").minimum_group_size == 2
     assert load(name="reinforce_pp").minimum_group_size == 1
     assert load(name="reinforce_pp", dynamic_sampling=True).minimum_group_size == 2

@@ -1,6 +1,7 @@
 """Training on episodes: what of them is learned, with what weight, and that it works."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from jaxrl import train
 from jaxrl.config import ConfigError, from_dict, run_cli
-from jaxrl.learn.losses import loss_weights, policy_loss, token_local
+from jaxrl.learn.losses.loss import Statistics, loss_weights
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
-from jaxrl.recipes import collect, stages
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes import choose, collect, updates
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.rewards.pool import Scores
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
@@ -83,20 +84,24 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     assert [t.tolist() for t in rollouts.sampled] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
     scores = Scores(rewards, {"environment": rewards}, {}, [None, None])
     collected = collect.Collected(rollouts, scores, {})
-    metrics = collect.rollout_metrics(config, collected)
+    metrics = collect.rollout_metrics(config.rewards, collected)
     assert (metrics["rollout/length_mean"], metrics["rollout/length_max"]) == (4.5, 5)
     assert metrics["environment/tokens_mean"] == 1.5  # 3 of one episode, 0 of the other
-    sequences, _ = stages.with_advantages(config, collected, collect.sequences_of(rollouts))
+    algo, longest = config.algo, config.rollout.max_new_tokens
+    sequences, _ = algo.with_advantages(collected, collect.sequences_of(rollouts), longest_tokens=longest)
     assert [len(s) for s in sequences] == [8, 9, 12]
     assert [s.group for s in sequences] == [0, None, 0]  # the rewritten prompt is nobody else's
-    (advantages, later, other) = ([a for a in s.advantages if a] for s in sequences)
+    (advantages, later, other) = ([a for a in s.columns["advantages"] if a] for s in sequences)
     assert len(advantages) == 3 and len(later) == 2 and set(advantages) == set(later)
     assert len(other) == 4 and max(other) < 0 < min(advantages)
     parts = set_up(config)
-    ((batch, count, computed),) = stages.minibatches(parts, sequences, 1)
+    weights = functools.partial(loss_weights, config=algo, longest_tokens=longest)
+    (part,) = updates.split(sequences, weights, (0, 1))
+    batch, count, _ = pack(part, parts.batch_shape, algo.loss.columns)
+    computed = np.count_nonzero(batch.segment_ids)
     mask, weights = np.asarray(batch.loss_mask), np.asarray(batch.loss_weights)
     assert count == 1 and computed == 8 - 5 + 9 + 12 and mask.sum() == 9 and (weights[mask == 0] == 0).all()
-    up = np.asarray(batch.advantages) > 0
+    up = batch.columns["advantages"] > 0
     if aggregation == "token_mean":
         np.testing.assert_allclose(weights[mask > 0], 1 / 9, rtol=1e-6)
     else:
@@ -115,10 +120,10 @@ SEQUENCE_LEVEL = {
 
 def gradient_of_episode(algo, rows, advantage, share_prompts):
     """d loss / d log p of the ten tokens of an episode, in rows of so many, beside another episode."""
-    config = from_dict(AlgoConfig, algo)
+    config = from_dict(choose(algo), algo)
     rng = np.random.default_rng(0)
     log_probs, old, sampler = (rng.normal(-1, 0.1, 17).astype(np.float32) for _ in range(3))
-    weights = loss_weights(np.array([10, 7]), config, max_completion_tokens=10)
+    weights = loss_weights(np.array([10, 7]), config, longest_tokens=10)
     sequences, seen = [], 0
     for sample, part in [(0, n) for n in rows] + [(1, 4), (1, 3)]:
         mask = np.repeat(np.float32([0, 1]), [3, part])
@@ -130,9 +135,11 @@ def gradient_of_episode(algo, rows, advantage, share_prompts):
             tokens=np.concatenate([[1, 2, 3] if first else [4, 5, 6], np.arange(part)]),
             loss_mask=mask,
             loss_weights=mask * weights[sample],
-            advantages=advantage if sample == 0 else -0.5 * advantage,
-            rollout_log_probs=own["rollout_log_probs"],
-            old_log_probs=own["old_log_probs"] if config.needs_old_log_probs else None,
+            columns={
+                "advantages": advantage if sample == 0 else -0.5 * advantage,
+                "rollout_log_probs": own["rollout_log_probs"],
+                "old_log_probs": own["old_log_probs"],
+            },
             group=0 if first else None,
             prompt_tokens=3 if first else 0,
             sample=sample,
@@ -141,18 +148,16 @@ def gradient_of_episode(algo, rows, advantage, share_prompts):
     shape = BatchConfig(micro_batch_tokens=48, share_prompts=share_prompts).shape(
         6, 16, group_size=2, completion_tokens=13, sample_sequences=3
     )
-    batch, _, index = pack([s for s, _ in sequences], shape)
+    batch, _, index = pack([s for s, _ in sequences], shape, config.loss.columns)
     where = np.zeros(batch.tokens.shape, np.float32)
     for i, (s, values) in enumerate(sequences):
         own = slice(index.start[i], index.start[i] + index.length[i])
         where[index.micro_batch[i], index.row[i], own] = values[len(s) - index.length[i] :]
     grads = [
-        jax.grad(policy_loss, has_aux=True)(
+        jax.grad(lambda log_probs, micro: config.loss(Statistics(log_probs, 0 * log_probs), micro)[0])(
             where[m],
-            0 * where[m],
             dataclasses.replace(jax.tree.map(lambda x, m=m: x[m], batch), predictors=None, attention=None),
-            config,
-        )[0]
+        )
         for m in range(len(where))
     ]
     found = unpack(np.stack(grads), index)
@@ -164,7 +169,7 @@ def gradient_of_episode(algo, rows, advantage, share_prompts):
 @pytest.mark.parametrize("case", SEQUENCE_LEVEL)
 def test_an_episode_is_one_action_whatever_its_rows(case, advantage, share_prompts):
     algo = SEQUENCE_LEVEL[case]
-    assert not token_local(from_dict(AlgoConfig, algo))
+    assert from_dict(Grpo, algo).loss.unit == "sample"
     one = gradient_of_episode(algo, [10], advantage, share_prompts)
     for rows in ([5, 5], [9, 1], [2, 3, 5]):
         found = gradient_of_episode(algo, rows, advantage, share_prompts)

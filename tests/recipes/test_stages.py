@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.config import from_dict
-from jaxrl.learn.kl import estimate
-from jaxrl.learn.packing import Sequence
-from jaxrl.recipes import collect, stages
+from jaxrl.learn.losses.kl import estimate
+from jaxrl.learn.packing import Sequence, pack
+from jaxrl.recipes import collect
 from jaxrl.rewards.pool import Scores
 from jaxrl.run import evaluation
 from jaxrl.run.settings import RunConfig
@@ -55,7 +55,7 @@ def both(task, answers=None, group=2, name="arithmetic"):
     task = np.array(task, float)
     settings, found = config(group, [name]), rollouts(len(task) // group, group)
     scores = Scores(task, {name: task}, {}, answers or [None] * len(task))
-    training = collect.rollout_metrics(settings, collect.Collected(found, scores, {}))
+    training = collect.rollout_metrics(settings.rewards, collect.Collected(found, scores, {}))
     return evaluation.metrics(settings, found, scores), training
 
 
@@ -96,7 +96,7 @@ def test_the_penalty_of_a_sample_that_nobody_judged_is_not_counted():
     for rewards, penalty in (([1.0, 0.0], -0.5), ([NAN, 0.0], 0.0)):  # 8 tokens are the limit, 4 are not long
         scores = Scores(np.array(rewards), {"arithmetic": np.array(rewards)}, {}, [None] * 2)
         collected = collect.Collected(found, scores, {})
-        _, metrics = stages.with_advantages(settings, collected, collect.sequences_of(found))
+        _, metrics = settings.algo.with_advantages(collected, collect.sequences_of(found), longest_tokens=8)
         assert metrics["reward/overlong_penalty"] == penalty
 
 
@@ -108,13 +108,16 @@ def with_kl(mask_truncated, reasons, estimator="k1"):
     sequences = [
         dataclasses.replace(
             s,
-            old_log_probs=np.full(7, -1.0, np.float32),
-            ref_log_probs=np.full(7, -1.0 - k, np.float32),
+            columns={
+                "old_log_probs": np.full(7, -1.0, np.float32),
+                "ref_log_probs": np.full(7, -1.0 - k, np.float32),
+            },
         )
         for s, k in zip(collect.sequences_of(found), kl, strict=True)
     ]
     scores = Scores(rewards, {"arithmetic": rewards}, {}, [None] * 4)
-    _, metrics = stages.with_advantages(settings, collect.Collected(found, scores, {}), sequences)
+    collected = collect.Collected(found, scores, {})
+    _, metrics = settings.algo.with_advantages(collected, sequences, longest_tokens=8)
     return kl, metrics
 
 
@@ -141,5 +144,5 @@ def test_a_shared_prompt_is_computed_once(monkeypatch, share, computed):
     sequences = [
         Sequence(tokens=np.zeros(544, np.int32), loss_mask=mask, group=0, prompt_tokens=512) for _ in range(8)
     ]
-    ((_, _, tokens),) = stages.minibatches(parts, sequences, 1)
-    assert tokens == computed
+    batch, _, _ = pack(sequences, parts.batch_shape)
+    assert np.count_nonzero(batch.segment_ids) == computed

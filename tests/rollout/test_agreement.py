@@ -8,7 +8,7 @@ import pytest
 from jaxrl.learn.learner import Learner
 from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, hf
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
@@ -71,9 +71,7 @@ def test_sampler_and_trainer_agree(fixtures, name):
         **batch,
         positions=np.tile(np.arange(width), (6, 1)),
         loss_weights=expected,
-        advantages=expected,
-        rollout_log_probs=expected,
     )
-    learner = Learner(model=model, mesh=mesh, algo=AlgoConfig(), temperature=0.7, vocab_limit=None)
+    learner = Learner(model=model, mesh=mesh, loss=Grpo().loss, temperature=0.7, vocab_limit=None)
     log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(params, micro)
     assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4

@@ -15,7 +15,7 @@ from jaxrl.learn.learner import Learner
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
@@ -127,11 +127,9 @@ def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature)
         segment_ids=segments.astype(np.int32),
         loss_mask=mask,
         loss_weights=mask,
-        advantages=mask,
-        rollout_log_probs=expected,
     )
     learner = Learner(
-        model=model, mesh=one_device(), algo=AlgoConfig(), temperature=temperature, vocab_limit=LIMIT
+        model=model, mesh=one_device(), loss=Grpo().loss, temperature=temperature, vocab_limit=LIMIT
     )
     log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(params, micro)
     assert np.abs(np.asarray(log_probs) - expected).max() < 1e-4

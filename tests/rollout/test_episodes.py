@@ -19,7 +19,7 @@ from jaxrl.learn.learner import Learner
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import Episodes, MultiTurn
@@ -161,12 +161,8 @@ def assert_trainer_agrees(model, out):
         segment_ids=arrays["segment_ids"].astype(np.int32),
         loss_mask=mask,
         loss_weights=mask,
-        advantages=mask,
-        rollout_log_probs=mask,
     )
-    learner = Learner(
-        model=model[0], mesh=one_device(), algo=AlgoConfig(), temperature=1.0, vocab_limit=LIMIT
-    )
+    learner = Learner(model=model[0], mesh=one_device(), loss=Grpo().loss, temperature=1.0, vocab_limit=LIMIT)
     log_probs, _ = jax.jit(lambda p, m: learner.statistics(p, m))(model[1], micro)
     assert (np.abs(np.asarray(log_probs) - arrays["log_probs"]) * mask).max() < 1e-4
 

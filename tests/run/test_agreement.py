@@ -127,12 +127,15 @@ def test_a_checksum_sees_values_order_types_borders_and_what_is_not_there(two):
 def test_a_checksum_checksum_of_sees_every_field(two):
     n = np.arange(3, dtype=np.float32)
     plain = Sequence(tokens=np.arange(3, dtype=np.int32), loss_mask=n, group=0, prompt_tokens=1, sample=0)
-    changes = {"tokens": np.array([0, 1, 3], np.int32), "loss_mask": n + 1, "advantages": n, "group": 1}
-    changes |= {"prompt_tokens": 2, "sample": 1, "targets": np.array([0, 1, 3], np.int32)}
-    changes |= {name: n for name in ("rollout_log_probs", "loss_weights", "old_log_probs", "ref_log_probs")}
+    changes = {"tokens": np.array([0, 1, 3], np.int32), "loss_mask": n + 1, "group": 1}
+    changes |= {"prompt_tokens": 2, "sample": 1, "loss_weights": n, "columns": {"advantages": n}}
     assert set(changes) == {field.name for field in dataclasses.fields(Sequence)}
     others = [agreement.checksum_of([dataclasses.replace(plain, **{k: v})]) for k, v in changes.items()]
-    assert len({agreement.checksum_of([plain]), *others}) == 1 + len(changes)
+    others += [
+        agreement.checksum_of([dataclasses.replace(plain, columns=columns)])
+        for columns in ({"advantages": n + 1}, {"values": n}, {"advantages": n, "values": n})
+    ]
+    assert len({agreement.checksum_of([plain]), *others}) == 1 + len(others)
 
 
 def test_a_safe_point_refuses_other_values_on_another_process(two, monkeypatch):

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
-from jaxrl.mesh.axes import MeshConfig
-from jaxrl.ops.policy_loss import policy_loss
+from jaxrl.mesh.sharding import MeshConfig
 from jaxrl.ops.token_log_probs import token_log_probs
+from jaxrl.ops.token_loss import token_loss
 
 ROOT = pathlib.Path(__file__).parents[2]
 QWEN = 4096, 151936
@@ -70,7 +70,7 @@ def gradient_cost(
 
     def value(hidden, head, targets, mask, operands):
         mask = mask if masked else None
-        return policy_loss(hidden, head, targets, mask, operands, loss, mesh=mesh, **options)[0]
+        return token_loss(hidden, head, targets, mask, operands, loss, mesh=mesh, **options)[0]
 
     program = jax.jit(jax.grad(value, (0, 1)), out_shardings=(hidden.sharding, head.sharding))
     compiled = program.lower(hidden, head, targets, mask, operands).compile()
@@ -178,7 +178,7 @@ def test_cost_estimates_are_what_the_grids_move(loss, kernels):
     operands = dict.fromkeys(("old", "advantages"), jnp.zeros((4, 1024)))
 
     def value(hidden, head):
-        return policy_loss(hidden, head, targets, None, operands, loss, implementation="pallas")[0]
+        return token_loss(hidden, head, targets, None, operands, loss, implementation="pallas")[0]
 
     calls = list(pallas_calls(jax.make_jaxpr(jax.grad(value, (0, 1)))(hidden, head).jaxpr))
     assert len(calls) == kernels

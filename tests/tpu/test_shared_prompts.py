@@ -15,7 +15,7 @@ from jaxrl.mesh.axes import MeshConfig
 from jaxrl.mesh.sharding import shapes_with
 from jaxrl.models import Model, ModelConfig
 from jaxrl.ops.axes import BATCH_AXES, batch_shards
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 
 TOPOLOGY = "v5e:2x2"
 VOCABULARY, GROUP, PROMPT, COMPLETION = 4096, 8, 128, 384
@@ -43,7 +43,7 @@ def compile_update(found, **batch_settings):
     learner = Learner(
         model=model,
         mesh=mesh,
-        algo=AlgoConfig(),
+        loss=Grpo().loss,
         temperature=1.0,
         vocab_limit=None,
         moment_dtype="bfloat16",
@@ -56,7 +56,7 @@ def compile_update(found, **batch_settings):
         completion_tokens=COMPLETION,
         multiple=128,
     )
-    batch, _, _ = pack(found, shape)
+    batch, _, _ = pack(found, shape, learner.loss.columns)
 
     def placed(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -76,7 +76,9 @@ def compile_update(found, **batch_settings):
 def test_sharing_computes_less_and_sends_hardly_more():
     mask = np.repeat(np.array([0, 1], np.float32), [PROMPT, COMPLETION])
     tokens = np.zeros(PROMPT + COMPLETION, np.int32)
-    found = [Sequence(tokens=tokens, loss_mask=mask, group=0, prompt_tokens=PROMPT)] * GROUP
+    columns = {"advantages": 0.0, "rollout_log_probs": 0.0}
+    given = {"group": 0, "prompt_tokens": PROMPT, "columns": columns}
+    found = [Sequence(tokens=tokens, loss_mask=mask, **given)] * GROUP
     plain = compile_update(found, micro_batch_tokens=GROUP * len(tokens), share_prompts=False)
     shared = compile_update(found, micro_batch_tokens=2 * PROMPT + GROUP * COMPLETION)
     (plain_cost, shared_cost) = (program_cost(p, chip_of(TOPOLOGY)) for p in (plain, shared))

@@ -26,7 +26,7 @@ from jaxrl.mesh.axes import MeshConfig
 from jaxrl.mesh.sharding import shapes_with
 from jaxrl.models import Model, ModelConfig
 from jaxrl.ops.axes import BATCH_AXES
-from jaxrl.recipes.config import AlgoConfig
+from jaxrl.recipes.grpo import Grpo
 from jaxrl.types import TrainBatch
 
 QWEN3_8B = {
@@ -61,7 +61,7 @@ def compile_update(topology, mesh, sizes, layers, dtype, state_memory="device", 
     learner = Learner(
         model=model,
         mesh=mesh,
-        algo=AlgoConfig(),
+        loss=Grpo().loss,
         temperature=1.0,
         vocab_limit=None,
         moment_dtype=dtype,
@@ -78,8 +78,7 @@ def compile_update(topology, mesh, sizes, layers, dtype, state_memory="device", 
         segment_ids=integers,
         loss_mask=floats,
         loss_weights=floats,
-        advantages=floats,
-        rollout_log_probs=floats,
+        columns={column.name: floats for column in learner.loss.columns},
     )
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     hyper = Hyper.of(OptimConfig(), 1e-6)

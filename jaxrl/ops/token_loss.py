@@ -49,7 +49,7 @@ from jaxrl.ops.token_log_probs import (
 Loss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
-def policy_loss(
+def token_loss(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
@@ -97,16 +97,16 @@ def policy_loss(
         return value, lax.stop_gradient(metrics)
     if mask is not None:
         targets = jnp.where(mask, targets, 0)
-    return _policy_loss(hidden, head, targets, mask, operands, spec, loss, token_local)
+    return _token_loss(hidden, head, targets, mask, operands, spec, loss, token_local)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _policy_loss(hidden, head, targets, mask, operands, spec, loss, token_local):
+def _token_loss(hidden, head, targets, mask, operands, spec, loss, token_local):
     out, _ = forward(hidden, head, targets, mask, spec, gradient=False)
     return loss(out.log_probs, out.entropies, operands)
 
 
-def _policy_loss_fwd(hidden, head, targets, mask, operands, spec, loss, token_local):
+def _token_loss_fwd(hidden, head, targets, mask, operands, spec, loss, token_local):
     with_entropy = _uses_entropies(loss, targets, operands)
     if token_local and spec.implementation == "chunked" and make_layout(hidden, head, spec.mesh).parts == 1:
         log_probs, entropies, *gradients = _one_pass(
@@ -121,12 +121,12 @@ def _policy_loss_fwd(hidden, head, targets, mask, operands, spec, loss, token_lo
     return value, tuple(gradients)
 
 
-def _policy_loss_bwd(spec, loss, token_local, gradients, cotangents):
+def _token_loss_bwd(spec, loss, token_local, gradients, cotangents):
     scale = cotangents[0]
     return *(g * scale.astype(g.dtype) for g in gradients), None, None, None
 
 
-_policy_loss.defvjp(_policy_loss_fwd, _policy_loss_bwd)
+_token_loss.defvjp(_token_loss_fwd, _token_loss_bwd)
 
 
 def _one_pass(hidden, head, targets, mask, operands, spec: Spec, loss, with_entropy):

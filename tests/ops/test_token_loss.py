@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.mesh.axes import MeshConfig, make_mesh
-from jaxrl.ops.policy_loss import policy_loss
+from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.ops.token_loss import token_loss
 
 R, S, D, V = 8, 37, 24, 336
 HEAD = dict(temperature=0.9, soft_cap=8.0, vocab_limit=301)
@@ -59,7 +59,7 @@ def answer(loss, mask="given", **options):
 
     def f(hidden, head):
         chosen = given if isinstance(mask, str) else mask
-        return policy_loss(hidden, head, targets, chosen, operands, loss, **HEAD, **options)
+        return token_loss(hidden, head, targets, chosen, operands, loss, **HEAD, **options)
 
     return jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, head)
 
@@ -131,7 +131,7 @@ def test_the_fewest_products_with_the_head(token_local, products):
     hidden, head, targets, mask, operands = inputs()
 
     def f(hidden, head):
-        return policy_loss(
+        return token_loss(
             hidden, head, targets, mask, operands, clipped, token_local=token_local, implementation="chunked"
         )[0]
 
