@@ -65,6 +65,23 @@ def test_algorithm_recipe_makes_its_updates(tmp_path):
     assert "algo/clip_fraction" not in last
 
 
+@pytest.mark.slow
+def test_loss_recipe_trains_supervised_rows(tmp_path):
+    first, last = run_recipe("Add a loss", tmp_path)
+    assert 0 < last["loss/total"] < first["loss/total"] and last["optim/skipped"] == 0
+
+
+@pytest.mark.slow
+def test_recipe_of_the_user_trains_on_the_best_of_each_group(tmp_path):
+    (code,) = blocks("Add a recipe", "python")
+    assert len(code.splitlines()) <= 80
+    lines = run_recipe("Add a recipe", tmp_path)
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 < line["algo/kept_fraction"] <= 1 and line["loss/policy"] > 0 and line["optim/skipped"] == 0
+        assert "algo/clip_fraction" not in line and line["reward/mean"] > 0
+
+
 def test_model_recipe_reads_and_writes_a_config(fixtures):
     (code,) = blocks("Add a model family", "python")
     entry = eval("{" + code + "}", vars(families))

@@ -39,10 +39,6 @@ UPWARD = {
     *("jaxrl.compile.programs -> jaxrl.learn.optimizer", "jaxrl.compile.programs -> jaxrl.rewards.model"),
     *("jaxrl.compile.programs -> jaxrl.rollout.engine", "jaxrl.compile.programs -> jaxrl.rollout.kv_cache"),
     *("jaxrl.compile.programs -> jaxrl.rollout.sampling", "jaxrl.compile.programs -> jaxrl.run.setup"),
-    *("jaxrl.learn.learner -> jaxrl.recipes.config", "jaxrl.learn.losses -> jaxrl.recipes.config"),
-    *("jaxrl.recipes.collect -> jaxrl.run.settings", "jaxrl.recipes.collect -> jaxrl.run.setup"),
-    *("jaxrl.recipes.stages -> jaxrl.run.settings", "jaxrl.recipes.stages -> jaxrl.run.setup"),
-    "jaxrl.rewards.scorer -> jaxrl.run.setup",
 }
 CIRCLES: set[frozenset[str]] = set()
 LATE = {
@@ -51,7 +47,6 @@ LATE = {
     *("jaxrl.planner.worker -> jaxrl.compile.executables", "jaxrl.planner.worker -> jaxrl.compile.programs"),
     *("jaxrl.planner.worker -> jaxrl.compile.tpu", "jaxrl.planner.worker -> jaxrl.planner.describe"),
     "jaxrl.planner.worker -> jaxrl.planner.model",
-    "jaxrl.recipes.config -> jaxrl.recipes.presets",
     "jaxrl.rewards.scorer -> jaxrl.rewards.model",
 }
 LONG = {"jaxrl.run.loop.loop", "jaxrl.run.settings._dead_rules"}

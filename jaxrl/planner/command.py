@@ -36,7 +36,7 @@ def plan(config: RunConfig, given: argparse.Namespace, console: Console) -> int:
         found = compile_run(
             config,
             given.topology,
-            total_updates=(config.steps or 1000) * config.algo.updates_per_rollout,
+            total_updates=(config.steps or 1000) * config.algo.updates_per_step,
             every_shape=given.every_shape,
             save=given.save,
             processes=given.processes,
