@@ -49,7 +49,7 @@ LATE = {
     "jaxrl.planner.worker -> jaxrl.planner.model",
     "jaxrl.rewards.scorer -> jaxrl.rewards.model",
 }
-LONG = {"jaxrl.run.loop.loop", "jaxrl.run.settings._dead_rules"}
+LONG: set[str] = set()
 
 
 class Module:

@@ -245,91 +245,63 @@ class RunConfig:
                     yield key, f"has no effect: {dead[prefix]}"
                     break
 
-    def _dead_rules(self) -> list[tuple[bool, Sequence[str], str]]:
-        supervised, held_out = not self.trains_on_rollouts, self.eval.enabled
-        sampling = ("group_size", "temperature", "top_k", "top_p", "min_p")
-        eval_keys = tuple(f"eval.{f.name}" for f in dataclasses.fields(EvalConfig))
-        switches = ("eval.every", "eval.at_start", "eval.at_end")
-        no_eval = "no evaluation is asked for (eval.every, eval.at_start, eval.at_end)"
+    def _dead_rules(self) -> Iterator[tuple[bool, Sequence[str], str]]:
+        """(whether it applies, keys without effect, why)."""
+        yield from self._dead_training_rules()
+        yield from self._dead_pool_rules()
+        yield (
+            self.rollout.ignore_eos,
+            ["rollout.stop_token_ids"],
+            "rollout.ignore_eos is true: completions are sampled on after stop ids",
+        )
+        greedy = "eval.temperature is 0 (greedy)"
+        yield self.eval.temperature == 0, ["eval.top_k", "eval.top_p", "eval.min_p"], greedy
         schedule = f"optim.schedule is {self.optim.schedule}"
-        return [
-            (
-                supervised,
-                [f"rollout.{key}" for key in sampling],
-                "supervised training samples only in evaluation (eval.*)",
-            ),
-            (
-                supervised and not held_out,
-                ["rollout", "rewards", "environment"],
-                f"supervised training, and {no_eval}",
-            ),
-            (
-                self.environment.name is None,
-                [f"environment.{f.name}" for f in dataclasses.fields(self.environment) if f.name != "name"],
-                "environment.name is null: completions have one turn",
-            ),
-            (
-                self.environment.workers == 0,
-                ["environment.timeout_seconds", "environment.pool"],
-                "environment.workers is 0: steps run in this process",
-            ),
-            (not held_out, [key for key in eval_keys if key not in switches], no_eval),
-            (
-                self.eval.temperature == 0,
-                ["eval.top_k", "eval.top_p", "eval.min_p"],
-                "eval.temperature is 0 (greedy)",
-            ),
-            (
-                not supervised,
-                ["data.completion", "data.train_on"],
-                "completions are sampled, not read from the data",
-            ),
-            (
-                self.data.messages is not None,
-                ["data.prompt", "data.completion"],
-                "data.messages gives the whole conversation",
-            ),
-            (
-                supervised and not held_out and self.batch.row_tokens is not None,
-                ["data.max_prompt_tokens"],
-                "supervised rows are limited by batch.row_tokens",
-            ),
-            (
-                supervised or self.rollout.group_size == 1,
-                ["batch.share_prompts"],
-                "no prompt has several completions to share it",
-            ),
-            (
-                self.rollout.ignore_eos,
-                ["rollout.stop_token_ids"],
-                "rollout.ignore_eos is true: completions are sampled on after stop ids",
-            ),
-            (self.optim.schedule == "constant", ["optim.final_fraction"], schedule),
-            (
-                not self.checkpoint.keep_best,
-                ["checkpoint.best_metric", "checkpoint.best_mode"],
-                "checkpoint.keep_best is 0",
-            ),
-            (self.profile.start_step is None, ["profile.num_steps"], "profile.start_step is null"),
-            (
-                self.metrics.prometheus_port is None,
-                ["metrics.prometheus_host"],
-                "metrics.prometheus_port is null",
-            ),
-            (
-                self.rewards.workers == 0,
-                ["rewards.timeout_seconds", "rewards.pool"],
-                "rewards.workers is 0: functions run in this process",
-            ),
-            *(
-                (
-                    not pool.is_ray,
-                    [f"{section}.pool.{f.name}" for f in dataclasses.fields(pool) if f.name != "kind"],
-                    f"{section}.pool.kind is processes: workers run on this machine",
-                )
-                for section, pool in (("rewards", self.rewards.pool), ("environment", self.environment.pool))
-            ),
-        ]
+        yield self.optim.schedule == "constant", ["optim.final_fraction"], schedule
+        best = ["checkpoint.best_metric", "checkpoint.best_mode"]
+        yield not self.checkpoint.keep_best, best, "checkpoint.keep_best is 0"
+        yield self.profile.start_step is None, ["profile.num_steps"], "profile.start_step is null"
+        no_port = "metrics.prometheus_port is null"
+        yield self.metrics.prometheus_port is None, ["metrics.prometheus_host"], no_port
+
+    def _dead_training_rules(self) -> Iterator[tuple[bool, Sequence[str], str]]:
+        """What follows from what the run trains on, and from whether it evaluates."""
+        rows, held_out = not self.trains_on_rollouts, self.eval.enabled
+        sampling = ("group_size", "temperature", "top_k", "top_p", "min_p")
+        switches = ("every", "at_start", "at_end")
+        no_eval = "no evaluation is asked for (eval.every, eval.at_start, eval.at_end)"
+        eval_keys = [f"eval.{f.name}" for f in dataclasses.fields(EvalConfig) if f.name not in switches]
+        yield not held_out, eval_keys, no_eval
+        only_eval = "supervised training samples only in evaluation (eval.*)"
+        yield rows, [f"rollout.{key}" for key in sampling], only_eval
+        sections = ["rollout", "rewards", "environment"]
+        yield rows and not held_out, sections, f"supervised training, and {no_eval}"
+        sampled = "completions are sampled, not read from the data"
+        yield not rows, ["data.completion", "data.train_on"], sampled
+        conversation = "data.messages gives the whole conversation"
+        yield self.data.messages is not None, ["data.prompt", "data.completion"], conversation
+        limited = rows and not held_out and self.batch.row_tokens is not None
+        yield limited, ["data.max_prompt_tokens"], "supervised rows are limited by batch.row_tokens"
+        alone = "no prompt has several completions to share it"
+        yield rows or self.rollout.group_size == 1, ["batch.share_prompts"], alone
+
+    def _dead_pool_rules(self) -> Iterator[tuple[bool, Sequence[str], str]]:
+        """What follows from where user code runs."""
+        own = [f"environment.{f.name}" for f in dataclasses.fields(self.environment) if f.name != "name"]
+        one_turn = "environment.name is null: completions have one turn"
+        yield self.environment.name is None, own, one_turn
+        for section, what, given in (
+            ("rewards", "functions", self.rewards),
+            ("environment", "steps", self.environment),
+        ):
+            here = f"{section}.workers is 0: {what} run in this process"
+            yield given.workers == 0, [f"{section}.timeout_seconds", f"{section}.pool"], here
+            keys = [f"{section}.pool.{f.name}" for f in dataclasses.fields(given.pool) if f.name != "kind"]
+            yield (
+                not given.pool.is_ray,
+                keys,
+                f"{section}.pool.kind is processes: workers run on this machine",
+            )
 
 
 def parse(
