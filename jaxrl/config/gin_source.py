@@ -178,11 +178,14 @@ def _place_of(binding: _Binding, cls: type, problems: Problems) -> tuple[tuple[s
     if len(scoped) == 1:
         return scoped[0]
     ways = ["/".join((*path, f"{name}.{binding.name}")) for path, _ in found]
+    former = {vars(section).get("FORMER_NAME"): section.__name__ for _, section in known}
     by_path = {".".join(path): section.__name__ for path, section in known if path}
     if found and not scoped and len(found) == 1:
         message = f"{name} has no place {binding.scope!r}; write {name}.{binding.name}"
     elif found:
         message = f"{name} is used at {len(found)} places; write one of {', '.join(ways)}"
+    elif name in former:
+        message = f"{name} is now called {former[name]}; write {former[name]}.{binding.name}"
     elif binding.selector in by_path:
         message = f"gin names a section by its class; write {by_path[binding.selector]}.{binding.name}"
     elif holder := _holder_of(name, cls):

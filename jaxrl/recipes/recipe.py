@@ -31,6 +31,8 @@ class Recipe(abc.ABC):
         10, "updates skipped in a row (gradient not finite) that end the run"
     )
 
+    FORMER_NAME: ClassVar[str] = "AlgoConfig"
+    """In gin."""
     trains_on: ClassVar[Literal["rollouts", "rows"]]
     """rollouts: of prompts, ``rollout.group_size`` each, judged by ``rewards``; rows: of the data, with
     completions."""

@@ -99,6 +99,12 @@ OVERRIDES = [
     ("optim.final_fraction=0.5", "optim.final_fraction", "constant"),
     ("profile.num_steps=5", "profile.num_steps", "profile.start_step"),
     ("algo.name=sft", "rewards", "supervised"),
+    # Keys of another recipe, former names
+    ("algo.name=sft algo.clip_low=0.1", "algo.clip_low", "it is a key of algo.name grpo"),
+    ("algo.name=sft algo.objctive=nll", "algo.objctive", "did you mean algo.objective"),
+    ("algo.name=sft algo.objective=nl", "algo.objective", "did you mean 'nll'"),
+    ("algo.objective=nll", "algo.objective", "algo.name: sft"),
+    ("algo.name=jaxrl.recipes.filters:spread", "algo.name", "subclass of jaxrl.recipes.Recipe"),
     ("algo.name=sft environment.name=calculator", "environment", "supervised"),
     ("environment.turns=3", "environment.turns", "environment.name is null"),
     (
@@ -125,6 +131,7 @@ FILES = [
     ('{"steps": 3,}', "a.json", "a.json:1", ""),
     ("OptimConfig.lr = 1e-6\n", "a.gin", "optim.lr", "did you mean optim.learning_rate"),
     ("OptmConfig.learning_rate = 1e-6\n", "a.gin", "OptmConfig.learning_rate", "did you mean OptimConfig"),
+    ("AlgoConfig.clip_low = 0.1\n", "a.gin", "AlgoConfig.clip_low", "is now called Recipe"),
     ("OptimConfig.learning_rate = %LR\n", "a.gin", "%LR", "no such macro"),
     ("RunConfig.steps = ten\n", "a.gin", "a.gin:1", "strings need quotes"),
     ("steps = 3", "a.toml", "a.toml", ".yaml, .yml, .json or .gin"),

@@ -73,7 +73,10 @@ class PolicyLossConfig:
 
     def loss_problems(self) -> Iterator[tuple[str, str]]:
         """Settings out of range, contradicting each other or giving a wrong gradient: (key, message)."""
-        yield from name_problems("objective", self.objective, OBJECTIVES)
+        if self.objective == "nll":
+            yield "objective", "'nll' given; supervised training is algo.name: sft"
+        else:
+            yield from name_problems("objective", self.objective, OBJECTIVES)
         for key in ("clip_high", "cispo_low", "sampler_min", "kl_coef"):
             if getattr(self, key) < 0:
                 yield key, f"{getattr(self, key)} given; it must be at least 0"
