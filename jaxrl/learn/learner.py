@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.learn import metrics as of_metrics
 from jaxrl.learn import optimizer
-from jaxrl.learn.losses.loss import Loss, Statistics
+from jaxrl.learn.losses.loss import Loss, Numbers, Statistics
 from jaxrl.learn.metrics import Metrics, mean_of
 from jaxrl.learn.optimizer import Hyper, float32
 from jaxrl.mesh.sharding import named
@@ -73,7 +73,7 @@ class Learner:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """NamedShardings of the state: moments lie as their parameters do, counters are replicated."""
-        params, _ = self.split(named(self.mesh, self.model.specs(self.mesh, view="train")))
+        params, _ = self.split(named(self.mesh, self._specs))
         moments = params
         if self.state_memory != "device":
             moments = jax.tree.map(lambda s: s.with_memory_kind(self.state_memory), params)
@@ -101,13 +101,13 @@ class Learner:
     def forward(self) -> Any:
         """forward(trained, frozen, batch, num_micro_batches) -> Statistics [M, R, T]."""
 
-        def forward(trained: Tree, frozen: Tree, batch: TrainBatch, num_micro_batches) -> Statistics:
+        def forward(trained: Tree, frozen: Tree, batch: TrainBatch, num_micro_batches) -> Any:
             params = merge(trained, frozen)
 
-            def body(i, out: Statistics) -> Statistics:
+            def body(i, out):
                 return _put(out, self.statistics(params, _micro_batch(batch, i)), i)
 
-            return lax.fori_loop(0, num_micro_batches, body, _no_statistics(batch))
+            return lax.fori_loop(0, num_micro_batches, body, self._no_statistics(batch))
 
         return jax.jit(forward, out_shardings=self._rows)
 
@@ -125,7 +125,7 @@ class Learner:
             if update_tokens is None:
                 update_tokens = jnp.sum(batch.segment_ids > 0)
             given = trained, frozen, batch, num_micro_batches, update_tokens
-            return self._add_gradients(*given, grads, _no_statistics(batch))
+            return self._add_gradients(*given, grads, self._no_statistics(batch))
 
         out = (self.shardings.params, self._whole, self._rows)
         return jax.jit(accumulate, donate_argnums=2, out_shardings=out)
@@ -178,12 +178,36 @@ class Learner:
         rolled = jnp.roll(hidden, 1, axis=1) if micro.predictors is None else take(hidden, micro.predictors)
         return rolled, experts
 
-    def statistics(self, params: Tree, micro: TrainBatch) -> Statistics:
+    def statistics(self, params: Tree, micro: TrainBatch) -> Statistics | Numbers:
         """Of one micro-batch [R, T] under all ``params``, trained and frozen."""
+        if self.loss.head == "number":
+            return self._numbers(params, micro)[0]
         hidden, _ = self.predicting_states(params, micro)
         head = self.model.head(params).astype(hidden.dtype)
         out = token_log_probs(hidden, head, _targets(micro), mask=micro.loss_mask > 0, **self._head_options)
         return Statistics(out.log_probs, out.entropies)
+
+    def _numbers(self, params: Tree, micro: TrainBatch) -> tuple[Numbers, dict[str, jax.Array]]:
+        """The number at each token of one micro-batch; what ``Model.hidden_states`` says of the experts."""
+        decoder = {name: value for name, value in params.items() if name != "score"}
+        hidden, experts = self.model.hidden_states(
+            decoder, micro.tokens, micro.positions, micro.segment_ids, micro.attention
+        )
+        return Numbers(hidden.astype(jnp.float32) @ params["score"][0].astype(jnp.float32)), experts
+
+    @property
+    def _specs(self) -> Tree:
+        own = {"score": PartitionSpec()} if self.loss.head == "number" else {}
+        return {**self.model.specs(self.mesh, view="train"), **own}
+
+    @property
+    def _decays(self) -> Tree:
+        own = {"score": True} if self.loss.head == "number" else {}
+        return {**self.model.decays(), **own}
+
+    def _no_statistics(self, batch: TrainBatch) -> Statistics | Numbers:
+        zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
+        return Numbers(zeros) if self.loss.head == "number" else Statistics(zeros, zeros)
 
     @property
     def _whole(self) -> NamedSharding:
@@ -212,17 +236,21 @@ class Learner:
             return value, (metrics, statistics)
 
         params = merge(trained, frozen)
-        hidden, experts = self.predicting_states(params, micro)
-        loss, (metrics, statistics) = token_loss(
-            hidden,
-            self.model.head(params).astype(hidden.dtype),
-            _targets(micro),
-            micro.loss_mask > 0,
-            dataclasses.replace(micro, predictors=None, attention=None),  # what is left is [R, T]
-            of_tokens,
-            token_local=self.loss.unit == "token",
-            **self._head_options,
-        )
+        if self.loss.head == "number":
+            statistics, experts = self._numbers(params, micro)
+            loss, metrics = self.loss(statistics, micro)
+        else:
+            hidden, experts = self.predicting_states(params, micro)
+            loss, (metrics, statistics) = token_loss(
+                hidden,
+                self.model.head(params).astype(hidden.dtype),
+                _targets(micro),
+                micro.loss_mask > 0,
+                dataclasses.replace(micro, predictors=None, attention=None),  # the rest is [R, T]
+                of_tokens,
+                token_local=self.loss.unit == "token",
+                **self._head_options,
+            )
         if self.router_loss_coef:
             loss, metrics = self._with_router_loss(loss, metrics, micro, update_tokens, **experts)
         return loss, (metrics, statistics)
@@ -277,7 +305,7 @@ class Learner:
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
         applied = finite & wanted
-        decays, _ = self.split(self.model.decays())
+        decays, _ = self.split(self._decays)
         params, opt_state = optimizer.adamw(grads, float32(opt_state), float32(state.params), hyper, decays)
         params, opt_state = optimizer.at_rest(
             (params, opt_state), (state.params, state.opt_state), self.seed, state.updates
@@ -330,13 +358,8 @@ def _micro_batch(batch: TrainBatch, i) -> TrainBatch:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 
 
-def _put(out: Statistics, found: Statistics, i) -> Statistics:
+def _put(out: Any, found: Any, i) -> Any:
     return jax.tree.map(lambda o, x: lax.dynamic_update_index_in_dim(o, x, i, 0), out, found)
-
-
-def _no_statistics(batch: TrainBatch) -> Statistics:
-    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
-    return Statistics(zeros, zeros)
 
 
 def _on_device(tree: Tree, shardings: Tree) -> Tree:

@@ -13,12 +13,14 @@ import pytest
 from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.learn import metrics as of_metrics
 from jaxrl.learn.learner import Learner, merge
+from jaxrl.learn.losses.loss import Loss, weighted_sum
 from jaxrl.learn.metrics import finish
 from jaxrl.learn.optimizer import Hyper, OptimConfig
 from jaxrl.learn.packing import BatchConfig, Sequence, pack, unpack
 from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.grpo import Grpo
+from jaxrl.types import TARGETS, Column
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SCRATCH = {"model_type": "qwen2", "num_key_value_heads": 1, "head_dim": 8, **SIZES}
@@ -65,8 +67,9 @@ def sequences(number=6, seed=0):
     return found
 
 
-def packed(found, number=6):
-    batch, count, index = pack(found, BATCH.shape(number, LONGEST), learner().loss.columns)
+def packed(found, number=6, more=()):
+    """``more``: columns besides those of the loss."""
+    batch, count, index = pack(found, BATCH.shape(number, LONGEST), (*learner().loss.columns, *more))
     return jax.tree.map(jnp.asarray, batch), jnp.int32(count), index
 
 
@@ -177,24 +180,28 @@ def test_other_targets_than_the_tokens_can_be_scored():
     other = s.tokens.copy()
     other[last] = (other[last] + 5) % VOCABULARY
     swapped = dataclasses.replace(s, tokens=other)
-    given = dataclasses.replace(s, targets=other)
+    given = dataclasses.replace(s, columns={**s.columns, "targets": other})
 
-    def log_probs(sequence):
-        batch, count, index = packed([sequence])
+    def log_probs(sequence, more=()):
+        batch, count, index = packed([sequence], more=more)
         return unpack(np.asarray(own.forward(parameters(), {}, batch, count).log_probs), index)[0]
 
-    np.testing.assert_allclose(log_probs(given), log_probs(swapped), atol=1e-6)
-    assert abs(log_probs(given)[last] - log_probs(s)[last]) > 1e-3
-    batch, count, _ = packed([given])
+    np.testing.assert_allclose(log_probs(given, [TARGETS]), log_probs(swapped), atol=1e-6)
+    assert abs(log_probs(given, [TARGETS])[last] - log_probs(s)[last]) > 1e-3
+    batch, count, _ = packed([given], more=[TARGETS])
     _, _, statistics = own.accumulate(parameters(), {}, own.zeros(parameters()), batch, count)
-    assert float(statistics.log_probs.min()) == pytest.approx(log_probs(given).min(), abs=1e-5)
-    with pytest.raises(ValueError, match="only some of the sequences have targets"):
-        packed([given, s])
+    assert float(statistics.log_probs.min()) == pytest.approx(log_probs(given, [TARGETS]).min(), abs=1e-5)
+    with pytest.raises(ValueError, match="a sequence has no targets"):
+        packed([given, s], more=[TARGETS])
+
+
+def with_advantages(s, value):
+    return dataclasses.replace(s, columns={**s.columns, "advantages": s.loss_mask * value})
 
 
 def test_an_update_that_is_not_finite_or_weighs_nothing_changes_nothing():
     own, found = learner(), sequences()
-    spoilt = [dataclasses.replace(s, advantages=s.loss_mask * np.float32(1e38)) for s in found]
+    spoilt = [with_advantages(s, np.float32(1e38)) for s in found]
     idle = [dataclasses.replace(s, loss_weights=0 * s.loss_mask) for s in found]
     for given, skipped in ((spoilt, 1), (idle, 0)):
         batch, count, _ = packed(given)
@@ -202,3 +209,50 @@ def test_an_update_that_is_not_finite_or_weighs_nothing_changes_nothing():
         jax.tree.map(np.testing.assert_array_equal, state.params, parameters())
         assert (int(state.updates), int(state.skipped_in_a_row)) == (0, skipped)
         assert finish(metrics)["optim/skipped"] == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regression(Loss):
+    """Squared error of the number at each scored token."""
+
+    head = "number"
+
+    @property
+    def columns(self):
+        return (RETURNS,)
+
+    def __call__(self, statistics, micro):
+        error = jnp.square(statistics.numbers - micro.columns["returns"])
+        return weighted_sum({"loss/value": error}, micro)
+
+
+RETURNS = Column(name="returns", doc="What the number should be.")
+
+
+def test_a_loss_of_one_number_a_token_trains_that_head_and_the_decoder():
+    """A value model: forward gives the numbers, and an update lowers their error."""
+    own = dataclasses.replace(learner(), loss=Regression())
+    head = jax.random.normal(jax.random.key(1), (1, own.model.config.hidden_size)) / 10
+    params = {**parameters(), "score": head}
+    found = [
+        dataclasses.replace(s, columns={"returns": np.linspace(-1, 1, len(s)).astype(np.float32)})
+        for s in sequences()
+    ]
+    batch, count, _ = pack(found, BATCH.shape(len(found), LONGEST), own.loss.columns)
+    batch, count = jax.tree.map(jnp.asarray, batch), jnp.int32(count)
+
+    def error(params):
+        numbers = own.forward(params, {}, batch, count).numbers
+        return jnp.sum(batch.loss_weights * jnp.square(numbers - batch.columns["returns"]))
+
+    grads, _, given = own.accumulate(params, {}, own.zeros(params), batch, count)
+    np.testing.assert_array_equal(given.numbers, own.forward(params, {}, batch, count).numbers)
+    assert jnp.abs(grads["score"]).max() > 0
+    small = 1e-3 * head / jnp.abs(head).max()
+    either = [error({**params, "score": head + sign * small}) for sign in (1, -1)]
+    np.testing.assert_allclose((either[0] - either[1]) / 2, jnp.sum(grads["score"] * small), rtol=1e-3)
+
+    state = own.init_state(params)
+    before = float(error(params))
+    state, _ = own.update(state, {}, batch, count, GIVEN)
+    assert float(error(state.params)) < before

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,20 @@ class Statistics(NamedTuple):
     entropies: jax.Array
 
 
+class Numbers(NamedTuple):
+    """What a head of one number (a value, a reward) gives for each token of a batch."""
+
+    numbers: jax.Array
+    """float32 [M, R, T] (one micro-batch: [R, T]); also at tokens that are not scored."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(abc.ABC):
     """Static and hashable: programs are compiled for it."""
 
-    head: ClassVar[Literal["tokens"]] = "tokens"
-    """What the model's head gives for each token; tokens: ``Statistics`` of its log-prob."""
+    head: ClassVar[Literal["tokens", "number"]] = "tokens"
+    """What the model's head gives for each token. tokens: ``Statistics`` of predicting it; number:
+    ``Numbers``, made of the hidden state at the token by the parameter ``score`` [1, D]."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -53,8 +61,9 @@ class Loss(abc.ABC):
         return "token"
 
     @abc.abstractmethod
-    def __call__(self, statistics: Statistics, micro: TrainBatch) -> tuple[jax.Array, Metrics]:
-        """Share of one micro-batch [R, T] in the update's loss (scalar, with gradient), and in its metrics.
+    def __call__(self, statistics: Any, micro: TrainBatch) -> tuple[jax.Array, Metrics]:
+        """Share of one micro-batch [R, T] in the update's loss (scalar, with gradient), and in its metrics;
+        ``statistics`` are what the head gives.
 
         Values at tokens that are not scored must not matter, not even as NaN.
         """
