@@ -10,6 +10,13 @@ if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"
 fi
 
+# The two runs of pytest compile many of the same programs.
+if [ -z "${JAX_COMPILATION_CACHE_DIR:-}" ]; then
+    JAX_COMPILATION_CACHE_DIR=$(mktemp -d)
+    trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
+    export JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+fi
+
 failed=()
 step() {
     local name=$1
