@@ -1,8 +1,10 @@
 """python -m jaxrl.evaluate: pass@1, pass@k, maj@k and mean reward of a checkpoint or a Hugging Face folder.
 
-python -m jaxrl.evaluate --run runs/quickstart          # newest checkpoint, the run's own settings
-python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
-python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
+    python -m jaxrl.evaluate --run runs/quickstart
+    python -m jaxrl.evaluate --run runs/quickstart/checkpoints/40 eval.samples=8 eval.temperature=1.0
+    python -m jaxrl.evaluate --config configs/smollm2_135m_arithmetic.yaml model.path=exported/
+
+``--run`` takes the settings of the run, and its newest checkpoint where none is named.
 """
 
 from __future__ import annotations
