@@ -59,6 +59,13 @@ def test_data_recipe_trains_and_evaluates_on_its_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_environment_recipe_points_mistakes_out(tmp_path):
+    last = run_recipe("Add an environment", tmp_path)[-1]
+    assert last["environment/mistakes"] > 0 and last["environment/turns_mean"] > 1
+    assert last["environment/errors"] == 0
+
+
+@pytest.mark.slow
 def test_algorithm_recipe_makes_its_updates(tmp_path):
     last = run_recipe("Add an algorithm", tmp_path)[-1]
     assert last["optim/grad_norm"] >= 0
