@@ -51,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if given.run:
         config = dataclasses.replace(config, init_from=given.run)
     if not config.rewards.terms:
-        raise ConfigError(
-            "no reward is given; evaluation needs at least one to score completions", "rewards.terms"
-        )
+        raise ConfigError("no reward is given; evaluation needs at least one", "rewards.terms")
     distributed.start()
     with contextlib.ExitStack() as stack, failing_together():
         agree_on_config(config)
