@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.monitoring
 
+from jaxrl.compile.program import Program
 from jaxrl.config import RunError
 
 
@@ -24,9 +26,14 @@ class _ProgramNames(logging.Filter):
         r"Compiling (.+?) with global shapes and types \((.*)\)\. Argument mapping", re.DOTALL
     )
 
-    def __init__(self) -> None:
+    def __init__(self, programs: Iterable[Program]) -> None:
         super().__init__()
         self.found: list[str] = []
+        self._own: dict[str, dict[str, None]] = {}
+        """Name of a jitted function -> the run's programs that it makes, in order."""
+        for program in programs:
+            name = f"jit({getattr(program.jitted, '__name__', '')})"
+            self._own.setdefault(name, {})[program.function] = None
         self._logger = logging.getLogger("jax._src.interpreters.pxla")
         self._level, self._effective = self._logger.level, self._logger.getEffectiveLevel()
         self._logger.setLevel(logging.DEBUG)
@@ -36,7 +43,8 @@ class _ProgramNames(logging.Filter):
         if match := self._PATTERN.match(record.getMessage()):
             types = re.findall(r"ShapedArray\(([^()]*(?:\([^()]*\))?[^()]*)\)", match[2])
             shown = ", ".join(types[:20]) + (f" and {len(types) - 20} more" if len(types) > 20 else "")
-            self.found.append(f"{match[1]} of {shown or 'no arguments'}")
+            own = f" ({', '.join(self._own[match[1]])} of the run itself)" if match[1] in self._own else ""
+            self.found.append(f"{match[1]} of {shown or 'no arguments'}{own}")
         return record.levelno >= self._effective
 
     def close(self) -> None:
@@ -48,14 +56,14 @@ class CompilationCounter:
     """Counts the programs that XLA compiles, or loads from the persistent cache, from now until ``close``.
 
     After warm-up a run compiles nothing, so ``compile/count`` has to stay 0; with ``strict``, ``check``
-    insists on it.
+    insists on it, and says which of the run's own ``programs`` were compiled anew.
     """
 
     _EVENT = "/jax/core/compile/backend_compile_duration"
 
-    def __init__(self, *, strict: bool = False) -> None:
+    def __init__(self, programs: Iterable[Program] = (), *, strict: bool = False) -> None:
         self.count, self.seconds = 0, 0.0
-        self._names = _ProgramNames() if strict else None
+        self._names = _ProgramNames(programs) if strict else None
         self._reported = (0, 0.0)
         self._open = True
         self._callback = self._listen  # one bound method, so that unregistering finds the same object

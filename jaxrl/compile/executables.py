@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.compile.programs import Program
+from jaxrl.compile.program import Program
 from jaxrl.host import distributed
 from jaxrl.store.folders import Folder
 
@@ -39,13 +39,13 @@ _NO_SAY = ("--xla_dump", "--xla_force_host_platform_device_count")
 """Compiler flags that do not change an executable."""
 
 
-def prepare(programs: Iterable[Program], mesh: Mesh, folder: str) -> None:
+def prepare(programs: Iterable[Program], folder: str) -> None:
     """Have every program ready before its first call, loaded from ``folder`` or compiled and written there,
     and say so in a line each. Several processes read the same folder, and the first of them writes."""
-    store = Store(folder, mesh)
+    store = Store(folder)
     for program in programs:
         lowered, began = lower(program), time.perf_counter()
-        reason = store.load(program.name, lowered)
+        reason = store.load(program, lowered)
         seconds = time.perf_counter() - began
         if reason is None:
             text = f"loaded from {folder} in {seconds:.1f} s"
@@ -55,7 +55,7 @@ def prepare(programs: Iterable[Program], mesh: Mesh, folder: str) -> None:
                 compiled = lowered.compile()
             text = f"compiled in {time.perf_counter() - began:.1f} s, because {reason}"
             if distributed.is_first():
-                store.save(program.name, lowered, compiled)
+                store.save(program, lowered, compiled)
         if distributed.is_first():
             logger.info("%s: %s", program.name, text)
 
@@ -68,33 +68,33 @@ def lower(program: Program) -> jax.stages.Lowered:
 
 
 class Store:
-    """The executables of ``folder`` for devices of ``mesh``, which need not exist (see ``compile.tpu``)."""
+    """The executables of ``folder``, for devices that need not exist (see ``compile.tpu``)."""
 
-    def __init__(self, folder: str, mesh: Mesh):
-        self.folder, self.mesh = Folder(folder), mesh
+    def __init__(self, folder: str):
+        self.folder = Folder(folder)
 
-    # ``lowered`` is of ``lower``.
+    # ``lowered`` is what ``lower`` makes of the program.
 
-    def save(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> int:
+    def save(self, program: Program, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> int:
         """Write an executable, in the place of one of the same program, versions and devices. Returns its
         size in bytes."""
         loaded: Any = compiled.runtime_executable()
         executable = loaded.serialize()
-        facts = identity(lowered, self.mesh)
-        file = _file_name(name, facts)
+        facts = identity(lowered, program.mesh)
+        file = _file_name(program.name, facts)
         self.folder.make()
         self.folder.write(f"{file}.xla", executable)
-        self.folder.write_json(f"{file}.json", {"name": name, **facts, "sha256": _sha256(executable)})
+        self.folder.write_json(f"{file}.json", {"name": program.name, **facts, "sha256": _sha256(executable)})
         return len(executable)
 
-    def load(self, name: str, lowered: jax.stages.Lowered) -> str | None:
+    def load(self, program: Program, lowered: jax.stages.Lowered) -> str | None:
         """Have ``lowered``, and the jitted function it is of, run the executable that is kept for it (or its
         own, when it is compiled already). Returns why that cannot be, or None."""
-        facts = identity(lowered, self.mesh)
-        file = _file_name(name, facts)
+        facts = identity(lowered, program.mesh)
+        file = _file_name(program.name, facts)
         kept, executable = self.folder.read_json(f"{file}.json"), self.folder.read(f"{file}.xla")
         if kept is None or executable is None:
-            return self._why_missing(name, facts)
+            return self._why_missing(program.name, facts)
         if kept.get("sha256") != _sha256(executable):
             return f"{file}.xla is damaged"
         try:

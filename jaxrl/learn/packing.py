@@ -36,6 +36,14 @@ class BatchShape:
     whole_samples: bool = False
     """Whether sequences of the same ``sample`` lie in one row, with ``TrainBatch.sample_ids``."""
 
+    def used(self, num_sequences: int, prompt_tokens: int, new_tokens: int) -> int:
+        """Micro-batches that hold anything, for sequences of these lengths."""
+        if self.attention_rows is None:
+            rows = rows_needed(num_sequences, prompt_tokens + new_tokens, self.tokens)
+        else:
+            rows = rows_needed(num_sequences, max(1, new_tokens), self.tokens - prompt_tokens)
+        return min(self.micro_batches, -(-rows // self.rows))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:

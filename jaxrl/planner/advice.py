@@ -10,11 +10,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl.compile.program import (
+    CACHE,
+    OPTIMIZER,
+    PARAMS,
+    REFERENCE,
+    ROLLOUT_PARAMS,
+    SCORING,
+    UPDATE,
+)
 from jaxrl.mesh.axes import divisors
-from jaxrl.ops.axes import DATA, TENSOR
+from jaxrl.ops.axes import DATA, FSDP, TENSOR
 from jaxrl.planner.compile import Compilation
 from jaxrl.planner.ledger import TEMPORARIES, Ledger
-from jaxrl.planner.residents import CACHE, OPTIMIZER, PARAMS, REFERENCE, ROLLOUT_PARAMS
 from jaxrl.run.settings import RunConfig
 
 
@@ -45,11 +53,11 @@ def _all(config: RunConfig, c: Compilation, found: Ledger) -> Iterator[Change]:
     if more:
         n = more[0]
         yield _exact(
-            f"mesh.fsdp={mesh['fsdp'] * n} mesh.data={mesh['data'] // n}",
+            f"mesh.fsdp={mesh[FSDP] * n} mesh.data={mesh[DATA] // n}",
             trained * (n - 1) // n,
             "parameters and optimizer state over more devices",
         )
-    if config.optim.state_memory == "device" and worst.name != "update":
+    if config.optim.state_memory == "device" and worst.name != UPDATE:
         yield _exact("optim.state_memory=pinned_host", optimizer, "moments rest in host memory")
     if config.optim.moment_dtype == "float32":
         yield _exact("optim.moment_dtype=bfloat16", optimizer // 2, "moments in half the bytes")
@@ -91,14 +99,14 @@ def _sampler(config: RunConfig, c: Compilation, parts: Any) -> Iterator[Change]:
 
 
 def _temporaries(config: RunConfig, c: Compilation, phase: str, made: int) -> Iterator[Change]:
-    if phase == "update" and config.model.remat not in ("full", "offload"):
+    if phase == UPDATE and config.model.remat not in ("full", "offload"):
         yield Change(
             setting="model.remat=full",
             saved_bytes=made // 2,
             exact=False,
             why="computes the forward pass again",
         )
-    if phase in ("update", "scoring"):
+    if phase in (UPDATE, SCORING):
         tokens = c.facts["rows"] * c.facts["row_tokens"]
         if tokens // 2 >= config.data.max_prompt_tokens + config.rollout.max_new_tokens:
             yield Change(
@@ -107,7 +115,7 @@ def _temporaries(config: RunConfig, c: Compilation, phase: str, made: int) -> It
                 exact=False,
                 why="fewer activations at once, more passes",
             )
-        if config.model.remat == "full" and phase == "update":
+        if config.model.remat == "full" and phase == UPDATE:
             yield Change(
                 setting="model.remat=offload",
                 saved_bytes=made // 4,

@@ -16,10 +16,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl.compile.program import Lengths
 from jaxrl.compile.tpu import chip_of, num_devices, split_topology
 from jaxrl.config import ConfigError, to_dict
 from jaxrl.planner.compile import Compilation, Compiled, Report, compile_run
-from jaxrl.planner.cost import Assumed, Estimate, estimate
+from jaxrl.planner.cost import Estimate, estimate
 from jaxrl.planner.guess import Candidate, Guess, Guesser
 from jaxrl.planner.ledger import Ledger, ledger
 from jaxrl.planner.model import shape_of
@@ -53,7 +54,7 @@ class Tried:
 def search(
     config: RunConfig,
     topology: str,
-    assumed: Assumed,
+    lengths: Lengths,
     *,
     wanted: int,
     processes: int = 2,
@@ -73,8 +74,7 @@ def search(
         chip=chip_of(slice_name),
         devices=num_devices(topology),
         slices=slices,
-        prompt_tokens=assumed.prompt_tokens,
-        new_tokens=assumed.new_tokens,
+        lengths=lengths,
     )
     guesses = list(guesser.all())
     if not guesses:
@@ -89,6 +89,7 @@ def search(
         c = compile_run(
             chosen,
             topology,
+            lengths=lengths,
             total_updates=updates,
             processes=processes,
             report=report,
@@ -100,7 +101,7 @@ def search(
             config=chosen,
             compilation=c,
             ledger=ledger(c),
-            estimate=estimate(c, chosen, assumed),
+            estimate=estimate(c, chosen),
         )
         found.append(tried)
         tell(tried)

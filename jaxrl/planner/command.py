@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from rich.console import Console
 
+from jaxrl.compile.program import Lengths
 from jaxrl.config import ConfigError, load, to_dict
 from jaxrl.planner import auto
 from jaxrl.planner.advice import changes
 from jaxrl.planner.compile import Compilation, compile_run
-from jaxrl.planner.cost import Assumed, estimate
+from jaxrl.planner.cost import estimate
 from jaxrl.planner.ledger import ledger
 from jaxrl.planner.page import render
 from jaxrl.planner.progress import Progress
 from jaxrl.planner.table import Plan, show
+from jaxrl.run.programs import longest
 from jaxrl.run.settings import RunConfig
 from jaxrl.store import strict_json
 
@@ -29,26 +32,27 @@ def plan(config: RunConfig, given: argparse.Namespace, console: Console) -> int:
         ConfigError: the run cannot be put together.
         CompilerDied: see ``processes.py``.
     """
-    assumed = assumptions(config, given)
+    lengths = assumed(config, given)
     if given.auto:
-        return automatic(config, given, assumed, console)
+        return automatic(config, given, lengths, console)
     with Progress(console) as progress:
         found = compile_run(
             config,
             given.topology,
+            lengths=lengths,
             total_updates=(config.steps or 1000) * config.algo.updates_per_step,
             every_shape=given.every_shape,
             save=given.save,
             processes=given.processes,
             report=progress.report,
         )
-    planned = make_plan(config, found, assumed, given.price_per_chip_hour)
+    planned = make_plan(config, found, given.price_per_chip_hour)
     show(planned, console)
     write(planned, given, console)
     return exit_code(planned)
 
 
-def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, console: Console) -> int:
+def automatic(config: RunConfig, given: argparse.Namespace, lengths: Lengths, console: Console) -> int:
     """--auto: print the candidates and the plan of the chosen one, and write the overlay."""
     if not config.trains_on_rollouts:
         raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
@@ -56,14 +60,14 @@ def automatic(config: RunConfig, given: argparse.Namespace, assumed: Assumed, co
         tried = auto.search(
             config,
             given.topology,
-            assumed,
+            lengths,
             wanted=given.candidates,
             processes=given.processes,
             report=progress.report,
         )
     auto.show(tried, console)
     best = tried[0]
-    plan = make_plan(best.config, best.compilation, assumed, given.price_per_chip_hour)
+    plan = make_plan(best.config, best.compilation, given.price_per_chip_hour)
     show(plan, console)
     write(plan, given, console)
     if not best.fits:
@@ -85,15 +89,14 @@ def load_overlay(text: str, out: Path, best: auto.Tried) -> None:
         raise RuntimeError(f"{out} does not load as the run that was planned")
 
 
-def make_plan(config: RunConfig, found: Compilation, assumed: Assumed, price: float | None = None) -> Plan:
+def make_plan(config: RunConfig, found: Compilation, price: float | None = None) -> Plan:
     """All figures of what was compiled."""
     room = ledger(found)
     return Plan(
         name=config.name,
         compilation=found,
         ledger=room,
-        assumed=assumed,
-        estimate=estimate(found, config, assumed),
+        estimate=estimate(found, config),
         changes=tuple(changes(config, found, room)),
         price_per_chip_hour=price,
     )
@@ -106,18 +109,16 @@ def exit_code(plan: Plan) -> int:
     return 0 if plan.ledger.fits else DOES_NOT_FIT
 
 
-def assumptions(config: RunConfig, given: argparse.Namespace) -> Assumed:
+def assumed(config: RunConfig, given: argparse.Namespace) -> Lengths:
     """The flags, or the limits of the config."""
-    limits = {"prompt_tokens": config.data.max_prompt_tokens, "new_tokens": config.rollout.max_new_tokens}
-    if not config.trains_on_rollouts:
-        limits["new_tokens"] = 0
+    limits = longest(config)
     found = {}
-    for name, limit in limits.items():
+    for name, limit in dataclasses.asdict(limits).items():
         value = getattr(given, name)
         if value is not None and not 1 <= value <= limit:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: needs 1 to {limit}, the config's limit")
         found[name] = value or limit
-    return Assumed(**found)
+    return Lengths(**found)
 
 
 def write(plan: Plan, given: argparse.Namespace, console: Console) -> None:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from jaxrl.compile.program import Lengths
 from jaxrl.compile.tpu import compiler_missing, split_topology
 from jaxrl.config import ConfigError, to_yaml
 from jaxrl.planner.processes import Worker
@@ -44,6 +45,8 @@ class Compilation:
     """All that ``ledger`` and ``cost`` work with."""
 
     topology: str
+    lengths: Lengths
+    """Assumed."""
     model: str
     """Where the model's shape comes from."""
     facts: Mapping[str, Any]
@@ -67,6 +70,7 @@ def compile_run(
     config: RunConfig,
     topology: str,
     *,
+    lengths: Lengths,
     total_updates: int = 1000,
     every_shape: bool = False,
     save: str | None = None,
@@ -79,6 +83,7 @@ def compile_run(
     ``every_shape``. ``save``: a folder for all executables, which ``train`` can load (``executables.py``).
 
     Args:
+        lengths: assumed, for how often a step calls what.
         total_updates: of the run; the learning rate's schedule is part of the update.
         processes: that compile, each one program at a time.
         cache: programs that were compiled before, by what they are lowered to; new ones are put in.
@@ -98,6 +103,7 @@ def compile_run(
         request = {
             "config": str(file),
             "topology": topology,
+            "lengths": dataclasses.asdict(lengths),
             "total_updates": total_updates,
             "every_shape": every_shape or save is not None,
             "save": save,
@@ -106,6 +112,7 @@ def compile_run(
         described, found = _compile_all(request, processes, cache, report, stop_at_misfit)
     return Compilation(
         topology=topology,
+        lengths=lengths,
         model=described["model"],
         facts=described["facts"],
         residents=described["residents"],

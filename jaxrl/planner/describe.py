@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import jax
 
-from jaxrl.compile.programs import Program
-from jaxrl.models import Model, ModelConfig
-from jaxrl.ops.axes import TENSOR, batch_shards
-from jaxrl.ops.chip import platform
-from jaxrl.planner.residents import given, makes, residents
+from jaxrl.compile.program import Lengths, Program, Resident
+from jaxrl.models.cost import num_parameters
+from jaxrl.rollout.programs import concurrent
+from jaxrl.run.programs import demand
 from jaxrl.run.setup import Programs, Setup
-
-FILLS = ("new_state", "new_prefix", "repeat", "start")
-"""Programs that fill or copy an array, left out unless every shape is asked for."""
 
 
 def chosen(programs: Sequence[Mapping[str, Any]], *, every_shape: bool) -> list[str]:
-    """Names of the programs to compile. The same function with the same shapes is compiled once."""
-    names: dict[str, str] = {}
-    for program in programs:
-        family = program["name"].partition("/")[0]
-        if every_shape:
-            names[program["name"]] = program["name"]
-        elif family not in FILLS:
-            names[family] = program["name"]  # shapes are listed from small to large
-    if "score" in names and "score_reference" in names:
-        del names["score_reference"]
-    return list(names.values())
+    """Names of the programs to compile: every executable, or of each function the largest that does more than
+    fill or copy an array."""
+    if every_shape:
+        return list(dict.fromkeys(p["executable"] for p in programs))
+    names = {p["function"]: p["executable"] for p in programs if not p["fills"]}
+    return list(dict.fromkeys(names.values()))
 
 
-def describe(parts: Setup, programs: Programs, listed: list[Program]) -> dict[str, Any]:
+def describe(parts: Setup, programs: Programs, listed: Sequence[Program], lengths: Lengths) -> dict[str, Any]:
     """Programs, residents, sizes of the loop, for ``ledger`` and ``cost``."""
     shape, engine = parts.batch_shape, programs.engine
     facts = {
@@ -60,66 +50,46 @@ def describe(parts: Setup, programs: Programs, listed: list[Program]) -> dict[st
             "page_width": g.width,
             "append_chunk": engine.cache.append_chunk,
         }
+        if lengths.new_tokens:
+            facts["concurrent"] = concurrent(engine, demand(parts.config, lengths))
+    first: dict[Any, str] = {}
+    residents = {r.name: r for p in listed for r in (*p.reads, *p.makes)}
     return {
         "facts": facts,
-        "residents": [dataclasses.asdict(r) for r in residents(parts, programs, listed)],
-        "programs": [
-            {
-                "name": p.name,
-                "phase": p.phase,
-                "trips": p.trips,
-                "given": given(p),
-                "makes": makes(p),
-                "attention_flops": attention_flops(parts, p),
-            }
-            for p in listed
-        ],
+        "residents": [_resident(r) for r in residents.values()],
+        "programs": [_program(p, first.setdefault(p.executable, p.name)) for p in listed],
     }
 
 
-@cache
-def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the whole model."""
-    return sum(x.size for x in jax.tree.leaves(Model(config).shapes()))
+def _program(p: Program, executable: str) -> dict[str, Any]:
+    """``executable``: the program whose executable it is, perhaps itself."""
+    plain = ("name", "function", "phase", "calls", "trips", "fills", "attention_flops", "filled_pages")
+    return {
+        **{name: getattr(p, name) for name in plain},
+        "executable": executable,
+        "reads": [r.name for r in p.reads],
+        "makes": [r.name for r in p.makes],
+    }
 
 
-def attention_flops(parts: Setup, program: Program) -> float:
-    """FLOPs a device spends in one micro-batch in the training attention kernel, which tells the compiler
-    nothing of them: two products forward, five backward, the causal half of each; forward again where the
-    backward pass recomputes it. 0 where other attention is used, whose products are counted as they are."""
-    model = parts.model
-    kernel = model.attention == "pallas" or (model.attention is None and platform(parts.mesh) == "tpu")
-    if not kernel or program.phase not in ("scoring", "update", "rewards"):
-        return 0.0
-    if program.phase == "rewards":
-        rows, length = program.args[1].shape
-        return _forward(parts, _reward_config(program, model.config), rows, length)
-    shape = parts.batch_shape
-    rows, length = shape.rows, shape.tokens
-    if shape.attention_rows is not None:
-        rows, length = shape.rows * shape.attention_rows, shape.attention_tokens
-    forward = _forward(parts, model.config, rows, length)
-    if program.phase == "scoring":
-        return forward
-    again = model.remat in ("full", "offload", "dots")
-    return forward * (1 + 2.5 + again)
-
-
-def _reward_config(program: Program, default: ModelConfig) -> ModelConfig:
-    head = getattr(getattr(program.jitted, "__wrapped__", None), "__self__", None)
-    return default if head is None else head.model.config
-
-
-def _forward(parts: Setup, config: ModelConfig, rows: int, length: int) -> float:
-    """Forward, per device."""
-    seen = sum(length / 2 if k.window is None else min(length / 2, k.window) for k in config.layers)
-    mesh = parts.mesh
-    return (
-        4.0
-        * rows
-        * length
-        * seen
-        * config.num_heads
-        * config.head_dim
-        / (batch_shards(mesh) * mesh.shape[TENSOR])
-    )
+def _resident(r: Resident) -> dict[str, Any]:
+    """Bytes are of one device, or of its host's memory; "largest" are (what, bytes) of its largest arrays."""
+    bytes_of = {True: 0, False: 0}
+    largest = []
+    for path, x in jax.tree_util.tree_leaves_with_path(r.shapes):
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        size = r.copies * math.prod(shape) * x.dtype.itemsize
+        on_host = x.sharding is not None and x.sharding.memory_kind == "pinned_host"
+        bytes_of[on_host] += size
+        if not on_host:
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            largest.append((f"{where} {x.dtype.name}{list(shape)}", size))
+    largest.sort(key=lambda item: -item[1])
+    return {
+        "name": r.name,
+        "kind": r.kind or r.name,
+        "device_bytes": bytes_of[False],
+        "host_bytes": bytes_of[True],
+        "phases": list(r.phases),
+        "largest": largest[:3],
+    }

@@ -15,18 +15,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxrl.compile.program import Lengths
 from jaxrl.config import ConfigError
+from jaxrl.learn.packing import BatchShape
 from jaxrl.mesh.axes import AXES, divisors
 from jaxrl.mesh.sharding import View
 from jaxrl.models import Model, ModelConfig
+from jaxrl.models.cost import active_parameters, num_parameters
+from jaxrl.ops.axes import FSDP, TENSOR
 from jaxrl.ops.chip import GIB, Chip
-from jaxrl.planner.describe import num_parameters
 from jaxrl.run.settings import RunConfig
+from jaxrl.run.setup import batch_shape, longest_tokens
 
 _WIDEST = 16
 """Largest tensor axis that is tried."""
 _BUSY = 0.65
 """Share of peak FLOP/s that compiled updates reach by the compiler's own cycles."""
+_MULTIPLE = 128
+"""Rows are a multiple of so many tokens on TPU."""
 _RESERVE = 0.6 * GIB
 """Small things and working memory of a program."""
 
@@ -84,16 +90,15 @@ class Guesser:
     model: ModelConfig
     chip: Chip
     devices: int
-    slices: int = 1
-    prompt_tokens: int = 0
-    new_tokens: int = 0
+    slices: int
+    lengths: Lengths
 
     def all(self) -> Iterator[Guess]:
         """Every candidate that may fit."""
         for data, fsdp, tensor in self._meshes():
             for rollout_tensor in self._tensors():
-                for rows, remat, memory in self._updates(data * fsdp):
-                    found = self._one(data, fsdp, tensor, rollout_tensor, rows, remat, memory)
+                for tokens, shape, remat, memory in self._updates(data * fsdp):
+                    found = self._one(data, fsdp, tensor, rollout_tensor, tokens, shape, remat, memory)
                     if found is not None and found.worst_bytes <= 0.98 * self.chip.hbm_bytes:
                         yield found
 
@@ -107,32 +112,32 @@ class Guesser:
                 if data % self.slices == 0:
                     yield data, fsdp, tensor
 
-    def _updates(self, shards: int) -> Iterator[tuple[int, str, str]]:
-        """(tokens of a micro-batch on each shard, remat, where moments rest)."""
+    def _updates(self, shards: int) -> Iterator[tuple[int, BatchShape, str, str]]:
+        """(tokens of a micro-batch, the update's batch, remat, where moments rest)."""
         config = self.config
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        base = config.batch.row_tokens or -(-longest // 128) * 128
-        everything = self._tokens / shards
+        base = shards * (config.batch.row_tokens or -(-longest_tokens(config) // _MULTIPLE) * _MULTIPLE)
         for factor in (1, 2, 4, 8, 16):
-            if factor == 1 or factor * base < 2 * everything:
-                for remat in ("full", "attention", "dots", "offload"):
-                    for memory in ("device", "pinned_host"):
-                        yield factor * base, remat, memory
+            tokens = factor * base
+            sized = dataclasses.replace(config.batch, micro_batch_tokens=tokens)
+            shape = batch_shape(dataclasses.replace(config, batch=sized), shards, _MULTIPLE)
+            for remat in ("full", "attention", "dots", "offload"):
+                for memory in ("device", "pinned_host"):
+                    yield tokens, shape, remat, memory
+            if self._used(shape) == 1:
+                return
 
     @property
     def _sequences(self) -> int:
         return self.config.data.prompts_per_step * self.config.rollout.group_size
 
-    @property
-    def _tokens(self) -> float:
-        """Of one update."""
-        config = self.config
-        shared = config.batch.share_prompts and config.rollout.group_size > 1
-        prompts = config.data.prompts_per_step if shared else self._sequences
-        total = prompts * self.prompt_tokens + self._sequences * self.new_tokens
-        return total / config.algo.minibatches
+    def _used(self, shape: BatchShape) -> int:
+        """Micro-batches of an update that hold anything."""
+        sequences = -(-self._sequences // self.config.algo.minibatches)
+        return shape.used(sequences, self.lengths.prompt_tokens, self.lengths.new_tokens)
 
-    def _one(self, data, fsdp, tensor, rollout_tensor, tokens, remat, memory) -> Guess | None:
+    def _one(
+        self, data, fsdp, tensor, rollout_tensor, micro_batch_tokens, shape: BatchShape, remat, memory
+    ) -> Guess | None:
         config = self.config
         trained = shard_size(self.model, "train", fsdp, tensor)
         sampled = shard_size(self.model, "rollout", 1, rollout_tensor)
@@ -143,7 +148,8 @@ class Guesser:
         reference = params if config.algo.uses_reference else 0
         weights = sampled * _itemsize(config)
         resting = params + reference + weights + (moments if memory == "device" else 0)
-        shards = data * fsdp
+        shards, micro_batches = data * fsdp, self._used(shape)
+        tokens = shape.rows * shape.tokens // shards
         per_shard = -(-min(self._sequences, 64 * self.devices) // (self.devices // rollout_tensor))
         a_sequence = self._cache_bytes(rollout_tensor)
         room = 0.97 * self.chip.hbm_bytes - resting - _RESERVE
@@ -157,7 +163,7 @@ class Guesser:
         slots = kept * (self.devices // rollout_tensor)
         activations = self._activations(tokens, tensor, remat)
         gradients = trained * 4
-        if tokens * shards < self._tokens:  # their sum, and those of one micro-batch
+        if shape.micro_batches > 1:  # their sum, and those of one micro-batch
             gradients += trained * jnp.dtype(config.model.param_dtype).itemsize
         layer = 4 * num_parameters(self.model) / self.model.num_layers / tensor
         resting_update = resting + (moments if memory == "pinned_host" else 0)
@@ -167,15 +173,17 @@ class Guesser:
                 fsdp=fsdp,
                 tensor=tensor,
                 rollout_tensor=rollout_tensor,
-                micro_batch_tokens=tokens * shards,
+                micro_batch_tokens=micro_batch_tokens,
                 remat=remat,
                 state_memory=memory,
                 kv_cache_gib=None if whole else budget,
                 slots=slots,
             ),
             seconds=self._rollout_seconds(slots, rollout_tensor, weights)
-            + self._update_seconds(data, fsdp, tensor, tokens, remat)
-            + self._host_seconds(shards, tensor, remat, moments if memory == "pinned_host" else 0),
+            + micro_batches * self._micro_batch_seconds(data, fsdp, tensor, tokens, remat)
+            + self._host_seconds(
+                micro_batches * tokens / tensor, remat, moments if memory == "pinned_host" else 0
+            ),
             update_bytes=resting_update + gradients + activations + layer + _RESERVE,
             refresh_bytes=resting + weights,  # the new ones are made beside the old
             rollout_bytes=resting + (kept * a_sequence if whole else budget * GIB) + _RESERVE,
@@ -198,10 +206,10 @@ class Guesser:
         kept = {"full": width, "attention": 3 * width, "dots": 2 * width + products, "offload": 0}[remat]
         return 2.0 * tokens / tensor * (m.num_layers * kept + 3 * products + 6 * heads)
 
-    def _update_seconds(self, data, fsdp, tensor, tokens, remat) -> float:
+    def _micro_batch_seconds(self, data, fsdp, tensor, tokens, remat) -> float:
+        """In all updates and scorings of a step; ``tokens`` are of a shard."""
         m, chip = self.model, self.chip
         passes = 4 if remat in ("full", "offload") else 3
-        micro_batches = math.ceil(self._tokens / (tokens * data * fsdp))
         active = active_parameters(m)
         compute = 2 * passes * active * tokens / tensor / (_BUSY * chip.flops_per_second)
         gathers = 2 * (passes - 1) * num_parameters(m) / tensor * (fsdp - 1) / fsdp
@@ -211,20 +219,18 @@ class Guesser:
         one = compute + (gathers + sums + layers) / chip.ici_bytes_per_second
         updates = self.config.algo.updates_per_step
         scored = len(self.config.algo.forwards)
-        return micro_batches * one * (updates + scored / 3 * self.config.algo.minibatches)
+        return one * (updates + scored / 3 * self.config.algo.minibatches)
 
-    def _host_seconds(self, shards: int, tensor: int, remat: str, moments: float) -> float:
-        """Moments and inputs of layers to host memory and back."""
+    def _host_seconds(self, tokens: float, remat: str, moments: float) -> float:
+        """Moments and inputs of layers, of a device's ``tokens``, to host memory and back."""
         m, updates = self.model, self.config.algo.updates_per_step
-        inputs = (
-            2 * m.num_layers * m.hidden_size * self._tokens / shards / tensor if remat == "offload" else 0
-        )
+        inputs = 2 * m.num_layers * m.hidden_size * tokens if remat == "offload" else 0
         return 2 * updates * (moments + inputs) / self.chip.host_bytes_per_second
 
     def _rollout_seconds(self, slots: int, tensor: int, weights: float) -> float:
         m, chip = self.model, self.chip
         per_shard = slots / (self.devices / tensor)
-        filled = (self.prompt_tokens + self.new_tokens / 2) / max(
+        filled = (self.lengths.prompt_tokens + self.lengths.new_tokens / 2) / max(
             1, self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
         )
         read = weights + per_shard * filled * self._cache_bytes(tensor)
@@ -232,24 +238,14 @@ class Guesser:
         sent = 2 * m.num_layers * per_shard * m.hidden_size * 2 * 2 * (tensor - 1) / tensor
         waiting = 2 * m.num_layers * 5e-6 if tensor > 1 else 0
         step = max(products, read / chip.hbm_bytes_per_second) + sent / chip.ici_bytes_per_second + waiting
-        return step * self.new_tokens * max(1.0, self._sequences / slots)
-
-
-def active_parameters(model: ModelConfig) -> float:
-    """Parameters that a token meets."""
-    total: float = num_parameters(model) - (
-        0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    )
-    if model.moe is not None:
-        experts = 3 * model.hidden_size * model.intermediate_size * model.moe.num_experts * model.num_layers
-        total -= experts * (1 - model.moe.experts_per_token / model.moe.num_experts)
-    return total
+        return step * self.lengths.new_tokens * max(1.0, self._sequences / slots)
 
 
 @cache
 def shard_size(model: ModelConfig, view: View, fsdp: int, tensor: int) -> int | None:
     """Elements of the parameters on one device; None when the model cannot be split so."""
-    mesh: Any = AbstractMesh((1, fsdp, tensor), AXES)
+    sizes = {FSDP: fsdp, TENSOR: tensor}
+    mesh: Any = AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
     made = Model(model)
     try:
         specs = made.specs(mesh, view=view)

@@ -10,10 +10,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from jaxrl.compile.programs import PHASES
+from jaxrl.compile.program import PHASES
 from jaxrl.compile.tpu import chip_of
 from jaxrl.planner.compile import Compilation, Compiled
-from jaxrl.planner.residents import PROMPTS
 
 TEMPORARIES, OTHER = "temporaries", "other arguments"
 
@@ -26,7 +25,7 @@ class Phase:
     program: str
     """That runs then."""
     parts: Mapping[str, int]
-    """Bytes by resident, and of what else the program is given and makes."""
+    """Bytes by kind of resident, and of what else the program is given and makes."""
     known: bool
     """False: the program ran out of memory, or failed, and the compiler did not say what it needs."""
 
@@ -60,8 +59,8 @@ class Ledger:
 
 def largest(c: Compilation, phase: Phase, most: int = 8) -> list[tuple[str, int]]:
     """(what, bytes) of the largest arrays of a phase: resident ones, and what its program makes."""
-    program = c.compiled.get(phase.program) or c.compiled["score"]
-    found = [(what, size) for what, size in program.largest if size]
+    listed = next(p for p in c.programs if p["name"] == phase.program)
+    found = [(what, size) for what, size in c.compiled[listed["executable"]].largest if size]
     for r in c.residents:
         if not r["phases"] or phase.name in r["phases"]:
             found += [(f"{r['name']}: {what}", size) for what, size in r["largest"]]
@@ -72,9 +71,7 @@ def ledger(c: Compilation) -> Ledger:
     """Add up what ``compile_run`` found."""
     phases: dict[str, Phase] = {}
     for listed in c.programs:
-        compiled = c.compiled.get(listed["name"])
-        if compiled is None and listed["name"] == "score_reference":
-            compiled = c.compiled.get("score")  # the same program
+        compiled = c.compiled.get(listed["executable"])
         if compiled is None:
             continue
         phase = _phase(c, listed, compiled)
@@ -94,12 +91,13 @@ def _phase(c: Compilation, listed: Mapping, compiled: Compiled) -> Phase:
         for r in c.residents
         if (not r["phases"] or listed["phase"] in r["phases"]) and r["name"] not in listed["makes"]
     }
-    given = {name: alive[name] for name in listed["given"] if name in alive}
+    given = {name: alive[name] for name in listed["reads"] if name in alive}
     others = max(0, compiled.argument_bytes - sum(given.values()))
     made = max(0, compiled.total_bytes - max(compiled.argument_bytes, sum(given.values())))
+    kinds = {r["name"]: r["kind"] for r in c.residents}
     parts: Counter[str] = Counter()
     for name, size in {**alive, OTHER: others, TEMPORARIES: made}.items():
-        parts[PROMPTS if name.startswith(PROMPTS) else name] += size
+        parts[kinds.get(name, name)] += size
     return Phase(
         name=listed["phase"],
         program=listed["name"],

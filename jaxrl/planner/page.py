@@ -54,7 +54,8 @@ def _facts(plan: Plan) -> list[tuple[str, str, str]]:
     found = [("Verdict", plan.verdict.partition(":")[0], plan.verdict.partition(": ")[2])]
     if cost.phases:
         least, most = cost.seconds
-        assumed = f"{plan.assumed.prompt_tokens} prompt and {plan.assumed.new_tokens} new tokens a sequence"
+        lengths = plan.compilation.lengths
+        assumed = f"{lengths.prompt_tokens} prompt and {lengths.new_tokens} new tokens a sequence"
         found.append(
             (
                 "Steps an hour",

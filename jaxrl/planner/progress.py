@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.progress import Progress as Live
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 class Progress:
@@ -16,9 +18,6 @@ class Progress:
         self._console = console
 
     def __enter__(self) -> Progress:
-        from rich.progress import Progress as Live
-        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
         self._live = Live(
             SpinnerColumn(),
             TextColumn("{task.description}"),

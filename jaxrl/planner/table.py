@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxrl.compile.tpu import chip_of
 from jaxrl.planner.advice import Change
 from jaxrl.planner.compile import Compilation
-from jaxrl.planner.cost import LEFT_OUT, Assumed, Estimate, Usage
+from jaxrl.planner.cost import LEFT_OUT, Estimate, Usage
 from jaxrl.planner.ledger import Ledger, Phase, largest
 
 GIB = 2**30
@@ -26,7 +26,6 @@ class Plan:
     """Of the run."""
     compilation: Compilation
     ledger: Ledger
-    assumed: Assumed
     estimate: Estimate
     changes: tuple[Change, ...]
     price_per_chip_hour: float | None
@@ -54,7 +53,7 @@ class Plan:
             "verdict": self.verdict,
             "fits": found.fits and not self.compilation.failed,
             "facts": dict(self.compilation.facts),
-            "assumed": dataclasses.asdict(self.assumed),
+            "assumed": dataclasses.asdict(self.compilation.lengths),
             "hbm_bytes": found.hbm_bytes,
             "host_bytes": dict(found.host_bytes),
             "phases": [
@@ -223,11 +222,11 @@ def traffic(cost: Estimate) -> dict[str, str]:
 
 def totals(plan: Plan) -> list[str]:
     """Lines under the table of costs."""
-    cost, assumed = plan.estimate, plan.assumed
+    cost, lengths = plan.estimate, plan.compilation.lengths
     if not cost.phases:
         return ["no estimate: nothing was compiled"]
     least, most = cost.seconds
-    what = f"{assumed.prompt_tokens} prompt and {assumed.new_tokens} new tokens a sequence"
+    what = f"{lengths.prompt_tokens} prompt and {lengths.new_tokens} new tokens a sequence"
     lines = [f"a step: {span((least, most))} s, {span((3600 / most, 3600 / least))} steps an hour, if {what}"]
     if cost.concurrent:
         lines[0] += f" ({cost.concurrent} sequences at once)"

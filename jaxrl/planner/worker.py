@@ -21,8 +21,14 @@ from typing import Any
 
 import jax
 
+from jaxrl.compile.executables import Store, lower
+from jaxrl.compile.program import UPDATE, Lengths, Program
+from jaxrl.compile.tpu import chip_of, program_costs, topology_mesh
 from jaxrl.config import ConfigError, load
 from jaxrl.planner import buffers
+from jaxrl.planner.describe import chosen, describe
+from jaxrl.planner.model import planned
+from jaxrl.run.programs import loop_programs
 from jaxrl.run.settings import RunConfig
 
 
@@ -50,38 +56,33 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
     dump = Path(tempfile.mkdtemp(prefix="jaxrl-plan-"))
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
     try:
-        from jaxrl.compile.executables import Store, lower
-        from jaxrl.compile.programs import loop_programs
-        from jaxrl.compile.tpu import chip_of, topology_mesh
-        from jaxrl.planner.describe import chosen, describe
-        from jaxrl.planner.model import planned
-
         config = load(RunConfig, request["config"])[0]
         topology = request["topology"]
         mesh = topology_mesh(topology, config.mesh)
         parts, model = planned(config, mesh)
         programs = parts.programs(request["total_updates"])
-        listed = loop_programs(parts, programs)
-        described = describe(parts, programs, listed)
+        lengths = Lengths(**request["lengths"])
+        listed = loop_programs(parts, programs, lengths)
+        described = describe(parts, programs, listed, lengths)
         # What most often does not fit, and takes longest, first.
-        listed.sort(key=lambda p: p.phase != "update")
+        listed.sort(key=lambda p: p.phase != UPDATE)
         names = chosen(described["programs"], every_shape=request["every_shape"])
         tell("described", model=model, names=[p.name for p in listed if p.name in names], **described)
         by_name, chip = {p.name: p for p in listed}, chip_of(topology)
-        store = Store(request["save"], mesh) if request["save"] else None
+        store = Store(request["save"]) if request["save"] else None
 
         for line in sys.stdin:
             program = by_name[json.loads(line)]
-            with told_the_device(mesh):
+            with told_the_device(program.mesh):
                 lowered = lower(program)
-            key = fingerprint(lowered, mesh)
+            key = fingerprint(program, lowered)
             if key in request["known"]:
                 tell("known", name=program.name, key=key)
                 continue
             found = compiled(lowered, chip, dump)
             executable = found.pop("executable", None)
             if store is not None and executable is not None:
-                store.save(program.name, lowered, executable)
+                store.save(program, lowered, executable)
             tell("compiled", name=program.name, key=key, **found)
     finally:
         shutil.rmtree(dump, ignore_errors=True)
@@ -94,9 +95,9 @@ def told_the_device(mesh: Any) -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def fingerprint(lowered: Any, mesh: Any) -> str:
+def fingerprint(program: Program, lowered: jax.stages.Lowered) -> str:
     """Equal for what compiles to the same executable on these devices."""
-    order = ",".join(str(d.id) for d in mesh.devices.flat)
+    order = ",".join(str(d.id) for d in program.mesh.devices.flat)
     return hashlib.sha256(f"{order}\n{lowered.as_text()}".encode()).hexdigest()
 
 
@@ -112,8 +113,6 @@ def compiled(lowered: Any, chip: Any, dump: Path) -> dict[str, Any]:
         oom = "RESOURCE_EXHAUSTED" in text and "HBM" in text.upper()
         found = {"status": "oom" if oom else "failed", "message": text[:2000]}
     else:
-        from jaxrl.compile.tpu import program_costs
-
         without, once = program_costs(executable, chip, [0, 1])
         found["fixed"] = _cost(without, chip)
         found["once"] = _cost(once, chip)

@@ -24,7 +24,6 @@ import jax
 
 from jaxrl.compile import executables
 from jaxrl.compile.compilations import CompilationCounter
-from jaxrl.compile.programs import loop_programs
 from jaxrl.config import ConfigError, RunError, to_dict
 from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
 from jaxrl.host import distributed, pathways
@@ -38,6 +37,7 @@ from jaxrl.record.report import summary, write_report
 from jaxrl.rewards.scorer import Scorer
 from jaxrl.run.agreement import agree_on_config, agree_on_inputs
 from jaxrl.run.evaluation import evaluate
+from jaxrl.run.programs import loop_programs
 from jaxrl.run.resume import (
     check_folders,
     keep_records,
@@ -137,8 +137,10 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         compilations.forget()  # slices and copies for the writer
 
     trace_folder = config.checkpoint_run if pathways.is_used() else config.run_dir
+    strict = config.metrics.compilations == "error"
+    own = loop_programs(r.parts, programs) if strict else ()
     with (
-        CompilationCounter(strict=config.metrics.compilations == "error") as compilations,
+        CompilationCounter(own, strict=strict) as compilations,
         contextlib.closing(Profiler(trace_folder, config.profile)) as profiler,
     ):
         try:
@@ -278,7 +280,7 @@ def open_run(
     agree_on_inputs(parts, data, held_out)
     programs = parts.programs(total * config.algo.updates_per_step)
     if config.executables:
-        executables.prepare(loop_programs(parts, programs), parts.mesh, config.executables)
+        executables.prepare(loop_programs(parts, programs), config.executables)
     scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, config.data, parts.mesh)))
     state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl.compile.programs import state_shapes
 from jaxrl.config import ConfigError, folder_problem, to_dict, to_yaml
 from jaxrl.host import distributed
+from jaxrl.learn.programs import state_shapes
 from jaxrl.record.metrics import METRICS_FILE, WANDB_ID_FILE, environment, parse_line
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Programs, Setup
@@ -154,7 +154,7 @@ def restore_or_start(
     origin, changed = meta.get("origin"), meta["config"].get("init_from") != parts.config.init_from
     if parts.config.algo.uses_reference and (origin is None or changed):
         origin = parts.origin()
-    return checkpoints.restore(step, state_shapes(parts, programs)), meta, origin
+    return checkpoints.restore(step, state_shapes(programs.learner, parts.param_shapes())), meta, origin
 
 
 def tell_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

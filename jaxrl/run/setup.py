@@ -88,31 +88,13 @@ class Setup:
 
     @property
     def longest_tokens(self) -> int:
-        """Longest sequence that training can meet, prompt and completion, to a multiple of 8 tokens."""
-        config = self.config
-        if not config.trains_on_rollouts:
-            longest = config.batch.row_tokens or config.data.max_prompt_tokens
-        else:
-            longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        return -(-longest // 8) * 8 if config.batch.row_tokens is None else longest
+        """Longest sequence that training can meet; see ``longest_tokens``."""
+        return longest_tokens(self.config)
 
     @property
     def batch_shape(self) -> BatchShape:
         """The static shape of the update's batch."""
-        config = self.config
-        group = config.rollout.group_size if config.trains_on_rollouts else 1
-        samples = -(-config.data.prompts_per_step * group // config.algo.minibatches)
-        rows = config.environment.rows if config.trains_on_rollouts else 1
-        return config.batch.shape(
-            samples * rows,
-            self.longest_tokens,
-            num_shards=batch_shards(self.mesh),
-            group_size=group,
-            completion_tokens=config.rollout.max_new_tokens,
-            # A ratio, weight or mask of a whole sequence is the whole episode's.
-            sample_sequences=1 if config.algo.loss.unit == "token" else rows,
-            multiple=128 if platform(self.mesh) == "tpu" else 8,
-        )
+        return batch_shape(self.config, batch_shards(self.mesh), 128 if platform(self.mesh) == "tpu" else 8)
 
     @property
     def vocab_limit(self) -> int:
@@ -216,6 +198,36 @@ class Setup:
         if self.folder is None:
             return self.model.init(jax.random.key(config.seed), self.mesh, config.model.param_dtype)
         return hf.load_params(self.folder, self.model, self.mesh, config.model.param_dtype)
+
+
+def longest_tokens(config: RunConfig) -> int:
+    """Longest sequence that training can meet, prompt and completion, to a multiple of 8 tokens."""
+    if not config.trains_on_rollouts:
+        longest = config.batch.row_tokens or config.data.max_prompt_tokens
+    else:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return -(-longest // 8) * 8 if config.batch.row_tokens is None else longest
+
+
+def batch_shape(config: RunConfig, num_shards: int, multiple: int) -> BatchShape:
+    """The static shape of the update's batch over ``num_shards``; ``multiple`` as in ``BatchConfig.shape``.
+
+    Raises:
+        ConfigError: the longest sequence has no room.
+    """
+    group = config.rollout.group_size if config.trains_on_rollouts else 1
+    samples = -(-config.data.prompts_per_step * group // config.algo.minibatches)
+    rows = config.environment.rows if config.trains_on_rollouts else 1
+    return config.batch.shape(
+        samples * rows,
+        longest_tokens(config),
+        num_shards=num_shards,
+        group_size=group,
+        completion_tokens=config.rollout.max_new_tokens,
+        # A ratio, weight or mask of a whole sequence is the whole episode's.
+        sample_sequences=1 if config.algo.loss.unit == "token" else rows,
+        multiple=multiple,
+    )
 
 
 def set_up(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Setup:

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl import train
 from jaxrl.compile import executables
-from jaxrl.compile.compilations import Recompiled
+from jaxrl.compile.compilations import CompilationCounter, Recompiled
 from jaxrl.compile.executables import Store, lower, prepare
-from jaxrl.compile.programs import Program
+from jaxrl.compile.program import UPDATE, Program
 from jaxrl.config import load
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.run import loop
@@ -87,7 +87,8 @@ def program(mesh, factor=2.0):
     place = NamedSharding(mesh, PartitionSpec("data", "tensor"))
     jitted = jax.jit(lambda x: {"y": factor * x + 1}, donate_argnums=0, out_shardings=place)
     shapes = (jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=place),)
-    return Program("double/4", "update", jitted, shapes), lambda: jax.device_put(np.eye(4, dtype="f"), place)
+    made = Program(name="double/4", phase=UPDATE, jitted=jitted, args=shapes, mesh=mesh)
+    return made, lambda: jax.device_put(np.eye(4, dtype="f"), place)
 
 
 def compiled_names(run):
@@ -113,7 +114,7 @@ def test_a_kept_executable_runs_without_compiling(mesh, tmp_path, request, bucke
     for expected in ("compiled in .*, because none is kept there", f"loaded from {folder} in"):
         caplog.clear()
         made, x = program(mesh)
-        prepare([made], mesh, folder)
+        prepare([made], folder)
         assert len(caplog.messages) == 1 and caplog.messages[0].startswith("double/4: ")
         assert re.search(expected, caplog.messages[0])
         argument, results = x(), []
@@ -121,6 +122,18 @@ def test_a_kept_executable_runs_without_compiling(mesh, tmp_path, request, bucke
         assert not names and argument.is_deleted()
         np.testing.assert_array_equal(results[0]["y"], 2 * np.eye(4) + 1)
         assert results[0]["y"].sharding == argument.sharding
+
+
+def test_a_program_of_the_run_that_is_compiled_anew_is_named(mesh):
+    made, x = program(mesh)
+    with CompilationCounter([made], strict=True) as counter:
+        made.jitted(x())
+        counter.forget()
+        made.jitted(x())
+        counter.check(2)
+        made.jitted(jnp.zeros((8, 4)))
+        with pytest.raises(Recompiled, match=r"step 3 compiled .*float32\[8,4\] \(double of the run"):
+            counter.check(3)
 
 
 def other_version(monkeypatch):
@@ -142,9 +155,9 @@ def other_version(monkeypatch):
 )
 def test_what_does_not_fit_is_compiled_and_the_reason_told(mesh, tmp_path, monkeypatch, change, reason):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    store = Store(str(tmp_path), mesh)
+    store = Store(str(tmp_path))
     kept, _ = program(mesh)
-    store.save(kept.name, lower(kept), lower(kept).compile())
+    store.save(kept, lower(kept), lower(kept).compile())
     (binary,), (facts,) = tmp_path.glob("*.xla"), tmp_path.glob("*.json")
 
     factor = 2.0
@@ -165,10 +178,10 @@ def test_what_does_not_fit_is_compiled_and_the_reason_told(mesh, tmp_path, monke
     elif change == "no facts":
         facts.write_text("[]")
     made, x = program(mesh, factor)
-    assert re.search(reason, Store(str(tmp_path), mesh).load(made.name, lower(made)))
-    prepare([made], mesh, str(tmp_path))  # compiles, and keeps what it compiled
+    assert re.search(reason, Store(str(tmp_path)).load(made, lower(made)))
+    prepare([made], str(tmp_path))  # compiles, and keeps what it compiled
     np.testing.assert_array_equal(made.jitted(x())["y"], factor * np.eye(4) + 1)
-    assert Store(str(tmp_path), mesh).load(made.name, lower(program(mesh, factor)[0])) is None
+    assert Store(str(tmp_path)).load(made, lower(program(mesh, factor)[0])) is None
 
 
 def results(config):

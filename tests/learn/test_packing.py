@@ -197,3 +197,13 @@ def test_batch_shape_follows_the_settings():
         "row_tokens",
     }
     assert not list(BatchConfig().problems())
+
+
+def test_micro_batches_that_lengths_fill():
+    """Two sequences of 384 tokens fit in a row of 1024, or three completions of 256 behind one prompt."""
+    plain = BatchShape(micro_batches=4, rows=8, tokens=1024)
+    assert plain.used(32, 128, 256) == 2
+    assert plain.used(32, 128, 100) == 1
+    assert plain.used(1000, 128, 256) == 4  # there are no more
+    shared = dataclasses.replace(plain, attention_rows=4, attention_tokens=384)
+    assert [shared.used(n, 128, 256) for n in (24, 25, 32)] == [1, 2, 2]

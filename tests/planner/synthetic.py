@@ -1,10 +1,12 @@
 """A compilation made by hand: sizes in whole GiB, costs that are easy to add up."""
 
+from jaxrl.compile.program import Lengths
 from jaxrl.config import load
 from jaxrl.planner.compile import Compilation, Compiled
 from jaxrl.run.settings import RunConfig
 
 GIB = 2**30
+LENGTHS = Lengths(prompt_tokens=128, new_tokens=256)
 CONFIG = """
 steps: 100
 name: by_hand
@@ -21,7 +23,7 @@ FACTS = {
     "rollout_mesh": {"data": 8, "fsdp": 1, "tensor": 2},
     "micro_batches": 4, "rows": 8, "row_tokens": 1024, "shared": False,
     "slots": 16, "shards": 8, "prefill_rows": 8, "chunk": 64, "steps_per_dispatch": 32,
-    "page_tokens": 128, "pages": 7, "page_width": 3, "append_chunk": 64,
+    "page_tokens": 128, "pages": 7, "page_width": 3, "append_chunk": 64, "concurrent": 16,
 }  # fmt: skip
 
 
@@ -34,6 +36,7 @@ def config(tmp_path, *overrides):
 def resident(name, size, *phases, host=0):
     return {
         "name": name,
+        "kind": name.removesuffix(" of 8"),
         "device_bytes": size * GIB,
         "host_bytes": host * GIB,
         "phases": phases,
@@ -41,10 +44,11 @@ def resident(name, size, *phases, host=0):
     }
 
 
-def listed(name, phase, *given, makes=(), attention_flops=0.0):
+def listed(name, phase, *reads, calls=1, trips=1, attention_flops=0.0, filled_pages=1.0):
     return {
-        "name": name, "phase": phase, "trips": 1, "given": given, "makes": makes,
-        "attention_flops": attention_flops,
+        "name": name, "function": name.partition("/")[0], "executable": name, "phase": phase,
+        "calls": calls, "trips": trips, "fills": False, "reads": reads, "makes": (),
+        "attention_flops": attention_flops, "filled_pages": filled_pages,
     }  # fmt: skip
 
 
@@ -77,6 +81,7 @@ def compilation(topology="v5e:4x4", *, update_temporaries=5, status="compiled", 
     ]
     return Compilation(
         topology=topology,
+        lengths=LENGTHS,
         model="by hand",
         facts={**FACTS, **facts},
         residents=[
@@ -87,9 +92,18 @@ def compilation(topology="v5e:4x4", *, update_temporaries=5, status="compiled", 
             resident("prompt cache of 8", 1, "rollout"),
         ],
         programs=[
-            listed("prefill/8", "rollout", "rollout parameters", "prompt cache of 8"),
-            listed("generate/2", "rollout", "rollout parameters", "kv cache"),
-            listed("update", "update", "parameters", "optimizer", attention_flops=197e12),
+            listed("prefill/8", "rollout", "rollout parameters", "prompt cache of 8", calls=2),
+            # On average 128 + 128 of the 384 tokens of three pages.
+            listed(
+                "generate/2",
+                "rollout",
+                "rollout parameters",
+                "kv cache",
+                calls=16,
+                trips=32,
+                filled_pages=2 / 3,
+            ),
+            listed("update", "update", "parameters", "optimizer", trips=2, attention_flops=197e12),
             listed("refresh", "refresh", "parameters", "rollout parameters"),
         ],
         compiled={p.name: p for p in programs},

@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 from rich.console import Console
-from synthetic import compilation, config
+from synthetic import LENGTHS, compilation, config
 
 from jaxrl.compile.tpu import CHIPS
 from jaxrl.config import ConfigError, load, to_dict
@@ -14,11 +14,8 @@ from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named
 from jaxrl.models import Model
 from jaxrl.planner import auto, command
-from jaxrl.planner.cost import Assumed
 from jaxrl.planner.guess import Guesser, shard_size
 from jaxrl.run.settings import RunConfig
-
-ASSUMED = Assumed(prompt_tokens=128, new_tokens=256)
 
 
 def guesser(run, topology="v5e", devices=16, slices=1):
@@ -28,8 +25,7 @@ def guesser(run, topology="v5e", devices=16, slices=1):
         chip=CHIPS[topology],
         devices=devices,
         slices=slices,
-        prompt_tokens=128,
-        new_tokens=256,
+        lengths=LENGTHS,
     )
 
 
@@ -59,7 +55,7 @@ def test_a_model_that_no_split_fits_is_refused(tmp_path):
     large = dict(hidden_size=32768, intermediate_size=131072, num_hidden_layers=4, num_attention_heads=64)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, scratch=large))
     with pytest.raises(ConfigError, match="no split of this run fits v5e:4x4"):
-        auto.search(run, "v5e:4x4", ASSUMED, wanted=1, report=print)
+        auto.search(run, "v5e:4x4", LENGTHS, wanted=1, report=print)
 
 
 def test_of_a_split_the_fastest_comes_first(tmp_path):
@@ -86,7 +82,7 @@ def test_only_what_fits_is_proposed_and_the_fastest_of_it(tmp_path, compiler):
     update = dataclasses.replace(update, once={**update.once, "compute_seconds": 0.1})
     fast = dataclasses.replace(fast, compiled={**fast.compiled, "update": update})
     compiler += [compilation(update_temporaries=12), compilation(status="failed"), slow, fast]
-    tried = auto.search(config(tmp_path), "v5e:4x4", ASSUMED, wanted=2, report=print)
+    tried = auto.search(config(tmp_path), "v5e:4x4", LENGTHS, wanted=2, report=print)
     assert [t.fits for t in tried] == [True, True, False, False]
     assert tried[0].compilation is fast
     assert auto.frontier(tried) == [tried[0]]  # both need as much, in the rollout
@@ -97,7 +93,7 @@ def test_the_overlay_is_the_run_that_was_planned(tmp_path, compiler):
     compiler.append(compilation(update_temporaries=1))
     given = ["rollout.temperature=0.9", "rewards.terms.0.args.target=8"]
     run = config(tmp_path, *given)
-    best = auto.search(run, "v5e:4x4", ASSUMED, wanted=1, report=print)[0]
+    best = auto.search(run, "v5e:4x4", LENGTHS, wanted=1, report=print)[0]
     settings = auto.given_settings(run, given)
     assert settings == {"rollout.temperature": 0.9, "rewards.terms": to_dict(run)["rewards"]["terms"]}
     out = tmp_path / "chosen" / "overlay.yaml"

@@ -1,25 +1,21 @@
-"""Cost: calls of a step, waves of sequences, the roofline."""
+"""Cost: the sum over the calls of a step, and the roofline."""
 
 import dataclasses
 
 import pytest
 from synthetic import compilation, config
 
-from jaxrl.planner.cost import Assumed, calls, concurrent, estimate, micro_batches
+from jaxrl.planner.cost import estimate
 from jaxrl.planner.table import traffic
-
-ASSUMED = Assumed(prompt_tokens=128, new_tokens=256)
 
 
 def test_a_step_by_hand(tmp_path):
-    found = estimate(compilation(), config(tmp_path), ASSUMED)
-    # 32 sequences in 16 slots: two waves of 256 tokens, in dispatches of 32.
+    found = estimate(compilation(), config(tmp_path))
     number, decode = found.programs["generate/2"]
     assert number == 16 and decode.compute_seconds == pytest.approx(16 * (0.1 + 32 * 0.02))
     number, prefill = found.programs["prefill/8"]
     assert number == 2 and prefill.compute_seconds == pytest.approx(0.02)
-    # 32 sequences of 384 tokens, two in a row of 1024, eight rows at once: two micro-batches, each with a
-    # second of attention that the compiler does not count.
+    # Two micro-batches, each with a second of attention that the compiler does not count.
     number, update = found.programs["update"]
     assert number == 1 and update.compute_seconds == pytest.approx(2 * (1.0 + 1.0))
     assert update.flops == 1e12 + 2 * 197e12
@@ -36,9 +32,7 @@ def test_what_is_sent_between_slices_is_slower(tmp_path):
     update = c.compiled["update"]
     once = {**update.once, "ici_bytes": 0.0, "dcn_bytes": 3.125e9}
     update = dataclasses.replace(update, once=once, fixed={**once, "compute_seconds": 0.0})
-    found = estimate(
-        dataclasses.replace(c, compiled={**c.compiled, "update": update}), config(tmp_path), ASSUMED
-    )
+    found = estimate(dataclasses.replace(c, compiled={**c.compiled, "update": update}), config(tmp_path))
     assert found.programs["update"][1].wire_seconds == pytest.approx(1.0)
 
 
@@ -48,21 +42,19 @@ def test_copies_to_host_memory_are_hidden_at_best_and_waited_for_at_worst(tmp_pa
     update = c.compiled["update"]
     moments = {"host_bytes": 30e9}
     update = dataclasses.replace(update, fixed=update.fixed | moments, once=update.once | moments)
-    before = estimate(c, config(tmp_path), ASSUMED).programs["update"][1]
+    before = estimate(c, config(tmp_path)).programs["update"][1]
     c = dataclasses.replace(c, compiled={**c.compiled, "update": update})
-    found = estimate(c, config(tmp_path), ASSUMED)
+    found = estimate(c, config(tmp_path))
     after = found.programs["update"][1]
     assert after.host_seconds == pytest.approx(2.0)  # 15 GB a second
     assert after.least_seconds == before.least_seconds > 2.0
     assert after.most_seconds == pytest.approx(before.most_seconds + 2.0)
-    assert "host GB" in traffic(found) and "host GB" not in traffic(
-        estimate(compilation(), config(tmp_path), ASSUMED)
-    )
+    assert "host GB" in traffic(found) and "host GB" not in traffic(estimate(compilation(), config(tmp_path)))
 
 
 def test_chips_of_two_devices_count_once(tmp_path):
     c = compilation("v4:2x2x2")
-    assert estimate(c, config(tmp_path), ASSUMED).chips == 8
+    assert estimate(c, config(tmp_path)).chips == 8
 
 
 def test_decode_attention_counts_pages_that_are_filled(tmp_path):
@@ -72,36 +64,6 @@ def test_decode_attention_counts_pages_that_are_filled(tmp_path):
     c = dataclasses.replace(
         c, compiled={**c.compiled, "generate/2": dataclasses.replace(generate, once=once)}
     )
-    found = estimate(c, config(tmp_path), ASSUMED).programs["generate/2"][1]
-    # On average 128 + 128 of the 384 tokens of three pages.
+    found = estimate(c, config(tmp_path)).programs["generate/2"][1]
     assert found.hbm_bytes == pytest.approx(512 * (10 - 6 / 3))
     assert found.compute_seconds == pytest.approx(16 * 0.1 + 512 * (0.02 - 0.002))
-
-
-@pytest.mark.parametrize(
-    ("share", "pages", "expected"),
-    [
-        # 2 slots a shard, 3 pages a sequence; of a shared prompt one page is there once.
-        (False, 7, 16),
-        (False, 6, 8),
-        (True, 6, 16),
-        (True, 4, 8),
-    ],
-)
-def test_pages_bound_how_many_run_at_once(tmp_path, share, pages, expected):
-    run = config(tmp_path, f"rollout.share_prompts={str(share).lower()}")
-    assert concurrent({**compilation().facts, "pages": pages}, run, ASSUMED) == expected
-
-
-def test_micro_batches_follow_the_lengths(tmp_path):
-    run, facts = config(tmp_path), compilation().facts
-    assert micro_batches(facts, run, ASSUMED) == 2
-    assert micro_batches(facts, run, Assumed(prompt_tokens=128, new_tokens=100)) == 1
-    assert micro_batches({**facts, "shared": True}, run, ASSUMED) == 2  # 3 completions behind a prompt
-
-
-def test_scoring_is_called_where_the_algorithm_needs_it(tmp_path):
-    run = config(tmp_path, "algo.num_minibatches=2", "algo.kl_coef=0.1", "algo.kl_in=loss")
-    found = calls(compilation().facts, run, ASSUMED)
-    assert found["score"] == found["score_reference"] == (2, 1) and found["update"] == (2, 1)
-    assert "score" not in calls(compilation().facts, config(tmp_path), ASSUMED)

@@ -4,14 +4,13 @@ import json
 
 import pytest
 from rich.console import Console
-from synthetic import CONFIG, compilation, config
+from synthetic import CONFIG, LENGTHS, compilation, config
 
 from jaxrl import plan
 from jaxrl.compile.tpu import compiler_missing, num_devices
 from jaxrl.config import ConfigError, run_cli
 from jaxrl.planner import compile as compiling
 from jaxrl.planner.command import make_plan
-from jaxrl.planner.cost import Assumed
 from jaxrl.planner.page import render
 from jaxrl.planner.table import show
 
@@ -59,15 +58,15 @@ def test_bad_input_is_2(command, capsys, arguments, said):
 @pytest.mark.parametrize(("given", "near"), [("v5e:4x5", "v5e:4x8"), ("2*v6e:16x15", "v6e:16x16")])
 def test_a_wrong_topology_lists_the_valid_ones_nearest_first(tmp_path, given, near):
     with pytest.raises(ConfigError, match=rf"did you mean {near}\? Valid are: {near}, .*tpu7x:4x8x8"):
-        compiling.compile_run(config(tmp_path), given)
+        compiling.compile_run(config(tmp_path), given, lengths=LENGTHS)
     with pytest.raises(ConfigError, match="number of slices"):
-        compiling.compile_run(config(tmp_path), "two*v5e:4x4")
+        compiling.compile_run(config(tmp_path), "two*v5e:4x4", lengths=LENGTHS)
 
 
 def test_elsewhere_it_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "compiler_missing", lambda: "this is arm64 Darwin")
     with pytest.raises(ConfigError, match="planning needs the TPU compiler: this is arm64 Darwin"):
-        compiling.compile_run(config(tmp_path), "v5e:4x4")
+        compiling.compile_run(config(tmp_path), "v5e:4x4", lengths=LENGTHS)
 
 
 def test_devices_of_topologies():
@@ -92,7 +91,7 @@ def test_json_and_page_hold_the_same_figures(command, tmp_path):
 
 
 def test_names_of_users_are_escaped(tmp_path):
-    made = make_plan(config(tmp_path), compilation(), Assumed(prompt_tokens=128, new_tokens=256))
+    made = make_plan(config(tmp_path), compilation())
     object.__setattr__(made, "name", "<script>")
     assert "<script>" not in render(made)
     show(made, Console(quiet=True))
@@ -128,9 +127,9 @@ def test_each_program_of_the_loop_is_there_and_memory_is_what_the_shapes_say(tmp
 def test_between_slices_only_the_data_axis_sends(tmp_path):
     """Two slices of four chips: the update sums gradients between them, decoding stays inside."""
     run = config(tmp_path, "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "batch.micro_batch_tokens=2048")
-    found = compiling.compile_run(run, "2*v5e:2x2").compiled
+    found = compiling.compile_run(run, "2*v5e:2x2", lengths=LENGTHS).compiled
     assert found["update"].once["dcn_bytes"] > 0 and found["update"].once["ici_bytes"] > 0
     decode = next(c for name, c in found.items() if name.startswith("generate"))
     assert decode.once["ici_bytes"] > 0 and decode.once["dcn_bytes"] - decode.fixed["dcn_bytes"] < 1e4
     with pytest.raises(ConfigError, match="multiple of 2"):
-        compiling.compile_run(config(tmp_path, "mesh.data=1", "mesh.fsdp=8"), "2*v5e:2x2")
+        compiling.compile_run(config(tmp_path, "mesh.data=1", "mesh.fsdp=8"), "2*v5e:2x2", lengths=LENGTHS)

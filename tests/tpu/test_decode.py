@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxrl.compile.programs import engine_programs
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
 from jaxrl.mesh.axes import MeshConfig
 from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.programs import engine_programs
 
 
 def decode_program(topology, mesh_config, *, slots, layers, tokens=2048, **changes):
@@ -102,7 +102,8 @@ def test_windowed_layers_compile_for_v6e_and_keep_only_their_window():
 def test_tokens_of_a_new_turn_are_written_in_place():
     """What continues an episode: a pass over new tokens, against pages that are there, on v6e."""
     engine, params, _ = decode_program("v6e:2x2", MeshConfig(data=2, tensor=2), slots=32, layers=2)
-    program = next(p for p in engine_programs(engine, params, multi_turn=True) if p.name == "append")
+    engine.multi_turn = True
+    program = next(p for p in engine_programs(engine, params) if p.name == "append")
     compiled = program.lower().compile()
     cost = program_cost(compiled, chip_of("v6e:2x2"))
     cache = 2 * 2 * local_bytes((32, 8, 2048, 128), NamedSharding(engine.mesh, engine.cache.spec))

@@ -1,6 +1,7 @@
 """Executables made for TPU ahead of time: kept under a key that does not depend on where the code lies."""
 
 import base64
+import dataclasses
 import re
 
 import jax
@@ -9,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.compile.executables import Store, lower
-from jaxrl.compile.programs import Program, loop_programs
+from jaxrl.compile.program import ROLLOUT, Program
 from jaxrl.compile.tpu import topology_mesh
 from jaxrl.config import load, run_cli
 from jaxrl.ops.decode_attention import Pages, decode_attention
 from jaxrl.plan import main as plan
+from jaxrl.run.programs import loop_programs
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
 
@@ -57,25 +59,27 @@ def attention_program(mesh):
         shape(jnp.int32, *rows),
         shape(jnp.int32, 8, 4),
     )
-    return Program("attend", "rollout", jax.jit(attend, donate_argnums=(3, 4)), args)
+    jitted = jax.jit(attend, donate_argnums=(3, 4))
+    return Program(name="attend", phase=ROLLOUT, jitted=jitted, args=args, mesh=mesh)
 
 
 def test_a_tpu_executable_is_kept_and_names_no_folder(tmp_path):
     mesh = topology_mesh("v5e:2x2")
-    lowered, again = (lower(attention_program(mesh)) for _ in range(2))
+    program = attention_program(mesh)
+    lowered, again = lower(program), lower(attention_program(mesh))
     kernels = re.findall(r"\\22body\\22: \\22([^\\]*)\\22", lowered.as_text())
     assert kernels
     for kernel in kernels:
         paths = re.findall(rb"[\w/.-]*\.py", base64.b64decode(kernel))
         assert paths and not [path for path in paths if b"/" in path]
 
-    store = Store(str(tmp_path), mesh)
-    assert store.load("attend", lowered) == "none is kept there"
-    assert store.save("attend", lowered, lowered.compile()) == next(tmp_path.glob("*.xla")).stat().st_size > 0
+    store = Store(str(tmp_path))
+    assert store.load(program, lowered) == "none is kept there"
+    assert store.save(program, lowered, lowered.compile()) == next(tmp_path.glob("*.xla")).stat().st_size > 0
     # These chips are not here: what is kept is found, and refused without harm.
-    assert "XLA refuses" in store.load("attend", again)
-    other = Store(str(tmp_path), topology_mesh("v5e:2x4"))
-    assert "devices 4 x TPU v5 lite, and this is 8 x TPU v5 lite" in other.load("attend", lowered)
+    assert "XLA refuses" in store.load(program, again)
+    other = dataclasses.replace(program, mesh=topology_mesh("v5e:2x4"))
+    assert "devices 4 x TPU v5 lite, and this is 8 x TPU v5 lite" in store.load(other, lowered)
 
 
 @pytest.mark.slow
@@ -90,7 +94,7 @@ def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
     mesh = topology_mesh("v5e:2x2", config.mesh)
     parts = set_up(config, mesh)
     (update,) = loop_programs(parts, parts.programs(config.steps))
-    assert "XLA refuses" in Store(kept, mesh).load("update", lower(update))  # found; no TPU to run it
+    assert "XLA refuses" in Store(kept).load(update, lower(update))  # found; no TPU to run it
     # The optimizer's numbers are arguments of the program; the type of its moments is not.
     for setting, found in (
         ("optim.b1=0.8", "XLA refuses"),
@@ -98,4 +102,4 @@ def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
     ):
         other = set_up(load(RunConfig, tmp_path / "run.yaml", [setting])[0], mesh)
         (update,) = loop_programs(other, other.programs(config.steps))
-        assert found in Store(kept, mesh).load("update", lower(update)), setting
+        assert found in Store(kept).load(update, lower(update)), setting

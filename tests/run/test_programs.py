@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.compile.programs import engine_programs, loop_programs, reward_programs
+from jaxrl.compile.program import Lengths
 from jaxrl.config import load
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.transfer import make_refresh
@@ -14,8 +14,11 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from jaxrl.models.reward_head import reward_head
 from jaxrl.rewards import model as reward
+from jaxrl.rewards.programs import reward_programs
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.programs import engine_programs
 from jaxrl.run import loop
+from jaxrl.run.programs import loop_programs
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Setup, set_up
 
@@ -140,7 +143,7 @@ def test_the_engine_of_episodes():
         multi_turn=True,
     )
     refresh = make_refresh(model, mesh, "float32")
-    expected = texts_of(engine_programs(engine, refresh.shapes, multi_turn=True))
+    expected = texts_of(engine_programs(engine, refresh.shapes))
     recorded = []
     record_engine(engine, recorded)
     engine.warm_up(refresh(model.init(jax.random.key(0))))
@@ -158,8 +161,9 @@ def test_reward_models_are_scored_by_these_programs(fixtures, tmp_path):
     source.write_text(MODEL + SAMPLING.replace("{name: length, args: {target: 4}}", term))
     config = load(RunConfig, source, ["mesh.fsdp=4"])[0]
     parts = set_up(config)
-    found = list(reward_programs(parts))
-    assert [p.name for p in found] == ["reward_model/64"]
+    terms = config.rewards.terms
+    found = list(reward_programs(terms, parts.mesh, longest_tokens=parts.longest_tokens, sequences=20))
+    assert [(p.name, p.calls) for p in found] == [("reward_model/64", 3)]
     head = reward_head(folder, parts.mesh, compute_dtype="bfloat16")
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), head.shapes("bfloat16"))
     assert jax.tree.structure(params) == jax.tree.structure(found[0].args[0])
@@ -168,3 +172,30 @@ def test_reward_models_are_scored_by_these_programs(fixtures, tmp_path):
         == (8,)
         == (reward.batch_rows(reward.RewardModelArgs(path="x"), parts.mesh),)
     )
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_each_program_says_how_often_a_step_calls_it(tmp_path):
+    source = tmp_path / "tiny.yaml"
+    source.write_text(MODEL + SAMPLING)
+
+    def listed(*overrides, lengths=None):
+        parts = set_up(load(RunConfig, source, overrides)[0])
+        programs = loop_programs(parts, parts.programs(10), lengths)
+        return {p.name: p for p in programs if p.calls}
+
+    # 16 sequences of 12 tokens, 2 rows of 48 at once, where 7 completions share a prompt: two micro-batches.
+    found = listed()
+    assert (found["update"].calls, found["update"].trips) == (1, 2)
+    assert found["refresh"].calls == 1 and "score" not in found
+    assert {p.name for p in found["update"].reads} == {"parameters", "optimizer", "batch"}
+    short = listed(lengths=Lengths(prompt_tokens=2, new_tokens=2))
+    assert short["update"].trips == 1
+    assert short["generate/4"].calls < found["generate/4"].calls
+
+    given = ["algo.num_minibatches=2", "algo.kl_coef=0.1", "algo.kl_in=loss"]
+    found = listed(*given)
+    assert all(found[name].calls == 2 for name in ("score", "score_reference", "update"))
+    # One executable, with other weights.
+    assert found["score"].executable == found["score_reference"].executable != found["update"].executable
+    assert found["score_reference"].reads[0].name == "reference"
