@@ -32,11 +32,11 @@ from jax.sharding import NamedSharding
 
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.weights import make_refresh
 from jaxrl.types import Prompts
 
 

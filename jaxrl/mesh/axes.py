@@ -72,7 +72,7 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
     shape = tuple(sizes[axis] for axis in AXES)
     # JAX's layout of a v4 wants one device a chip; ahead of time there are two.
     two_a_chip = devices[0].device_kind == "TPU v4" and any(d.core_on_chip for d in devices)
-    if devices[0].platform == "cpu" or two_a_chip:
+    if devices[0].platform == "cpu" or two_a_chip or not _fill_a_box(devices):
         return Mesh(np.asarray(devices).reshape(shape), AXES)
     slices = len({getattr(d, "slice_index", 0) for d in devices})
     if slices > 1:  # the slow network between slices carries the data axis alone
@@ -88,3 +88,12 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
             mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True), AXES
         )
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+
+
+def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
+    """Whether TPU chips are all of a box, as JAX's layout wants them; the few of a role may not be."""
+    places = {getattr(d, "coords", None) for d in devices}
+    if None in places:
+        return True
+    corners = np.array([*places])
+    return bool(np.prod(np.ptp(corners, axis=0) + 1) == len(places))

@@ -1,104 +1,60 @@
-"""From the train view of the parameters to the rollout view: one compiled program, reshard and cast in
-one."""
+"""The way of parameters from one role to another: recast, and laid out as the other role has them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxrl.config import ConfigError
-from jaxrl.mesh.sharding import named, shapes_with
-from jaxrl.models import Model
-
-_INPUT_AXES = {"q": (0,), "k": (0,), "v": (0,), "out": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
-"""Axes that a layer's matrix is summed over, by name (experts have one more axis in front)."""
+from jaxrl.mesh.sharding import shapes_with
 
 
-@dataclasses.dataclass(frozen=True)
-class Refresh:
-    """See ``make_refresh``."""
+class Transfer:
+    """``transfer(params, old=None)`` -> the parameters as another role holds them.
 
-    program: Any
-    """The jitted function of (params, old); old is donated."""
-    empty: Callable[[], Any]
-    shapes: Any
-    """The rollout params as ShapeDtypeStructs with shardings."""
+    Roles that share their devices move parameters in one compiled program, resharding and casting at once.
+    Between disjoint devices one program recasts where the parameters lie, and ``jax.device_put`` sends them.
 
-    def __call__(self, params, old=None):
-        return self.program(params, self.empty() if old is None else old)
+    The result takes the memory of ``old``, the result of an earlier call, which is gone afterwards; it shares
+    none with ``params``.
 
-
-def make_refresh(model: Model, mesh: Mesh, dtype: str) -> Refresh:
-    """``refresh(params, old=None) -> rollout params``: one subtree per layer, weights over ``tensor`` of
-    ``mesh`` (the rollout view) only, floats in ``dtype``.
-
-    ``int8``: the layers' matrices as ``qwix.QArray``, int8 with one float32 scale an output channel (the
-    largest weight is 127); embedding, head, norms, biases and routers in the compute dtype.
-
-    The result takes the memory of ``old``, the result of an earlier call, which is donated; it shares none
-    with ``params``.
+    Args:
+        recast: parameters -> their values in the other role's tree and types.
+        shapes: what ``recast`` makes (``jax.eval_shape``).
+        shardings: of that, over the devices of the other role.
+        source: mesh of the parameters.
     """
-    floats = model.compute_dtype if dtype == "int8" else dtype
-    quantize = _quantizer() if dtype == "int8" else lambda x, axes: x
 
-    def rollout_params(params):
-        def cast(path, x):
-            name = path[-1].key
-            if path[0].key == "layers" and name in _INPUT_AXES and dtype == "int8":
-                return quantize(x, tuple(a % x.ndim for a in _INPUT_AXES[name]))
-            return (
-                x.astype(floats)
-                if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != floats
-                else jnp.copy(x)
-            )
+    def __init__(self, recast: Callable[[Any], Any], shapes: Any, shardings: Any, source: Mesh):
+        self.shapes = shapes_with(shardings, shapes)
+        """What a call returns, as ShapeDtypeStructs with shardings."""
+        self.source, self._shardings = source, shardings
+        devices = {d for s in jax.tree.leaves(shardings) for d in s.device_set}
+        self.shared = devices == set(source.devices.flat)
+        """Whether the two roles have the same devices; else they have none in common."""
 
-        return jax.tree.map_with_path(cast, model.unstack(params))
+        def refresh(params, old):
+            return recast(params)
 
-    shapes = jax.eval_shape(rollout_params, model.shapes())
-    # A scale has size 1 along the axes its matrix is summed over: nothing to spread there.
-    specs = jax.tree.map(
-        lambda spec, part: jax.tree.map(
-            lambda x: PartitionSpec(
-                *(s if n > 1 else None for s, n in zip(_padded(spec, x), x.shape, strict=True))
-            ),
-            part,
-        ),
-        model.specs(mesh, view="rollout"),
-        shapes,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )
-    shardings = named(mesh, specs)
-    empty = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings
-    )
-    program = jax.jit(
-        lambda params, old: rollout_params(params),
-        donate_argnums=1,
-        keep_unused=True,
-        out_shardings=shardings,
-    )
-    return Refresh(program, empty, shapes_with(shardings, shapes))
+        self.program: Any = (
+            jax.jit(refresh, donate_argnums=1, keep_unused=True, out_shardings=shardings)
+            if self.shared
+            else jax.jit(recast)
+        )
+        """The jitted function of ``args``."""
+        self._empty = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=shardings
+        )
 
+    def args(self, params: Any) -> tuple[Any, ...]:
+        """What ``program`` is called with for ``params`` (shapes)."""
+        return (params, self.shapes) if self.shared else (params,)
 
-def _padded(spec: PartitionSpec, x: jax.ShapeDtypeStruct) -> list[Any]:
-    return [*spec, *[None] * (x.ndim - len(spec))]
-
-
-def _quantizer() -> Callable[[jax.Array, tuple[int, ...]], Any]:
-    try:
-        import qwix
-    except ImportError as error:
-        raise ConfigError(
-            "int8 needs qwix; pip install 'jaxrl[int8]' brings it", "rollout.weight_dtype"
-        ) from error
-
-    def quantize(x, axes):
-        channels = [a for a in range(x.ndim) if a not in axes]
-        return qwix.quantize(x.astype(jnp.float32), jnp.int8, channelwise_axes=channels)
-
-    return quantize
+    def __call__(self, params: Any, old: Any = None) -> Any:
+        if self.shared:
+            return self.program(params, self._empty() if old is None else old)
+        jax.tree.map(lambda x: x.delete(), old)
+        return jax.device_put(self.program(params), self._shardings, donate=True)

@@ -7,6 +7,7 @@ device computes at once), and to be checked by planning again.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,7 @@ def _all(config: RunConfig, c: Compilation, found: Ledger) -> Iterator[Change]:
 def _sampler(config: RunConfig, c: Compilation, parts: Any) -> Iterator[Change]:
     rollout, view = config.rollout, c.facts.get("rollout_mesh")
     weights, cache = parts.get(ROLLOUT_PARAMS, 0), parts.get(CACHE, 0)
-    if view and (bigger := [n for n in divisors(c.facts["devices"]) if n > view[TENSOR]]):
+    if view and (bigger := [n for n in divisors(math.prod(view.values())) if n > view[TENSOR]]):
         saved = weights - weights * view[TENSOR] // bigger[0]
         yield Change(
             setting=f"rollout.tensor={bigger[0]}",

@@ -56,6 +56,10 @@ def automatic(config: RunConfig, given: argparse.Namespace, lengths: Lengths, co
     """--auto: print the candidates and the plan of the chosen one, and write the overlay."""
     if not config.trains_on_rollouts:
         raise ConfigError("--auto chooses for reinforcement learning only, not for algo.name: sft")
+    if config.rollout.devices:
+        raise ConfigError(
+            "--auto chooses for roles that share all devices only; must be 0", "rollout.devices"
+        )
     with Progress(console) as progress:
         tried = auto.search(
             config,

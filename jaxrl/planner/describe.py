@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ def describe(parts: Setup, programs: Programs, listed: Sequence[Program], length
     """Programs, residents, sizes of the loop, for ``ledger`` and ``cost``."""
     shape, engine = parts.batch_shape, programs.engine
     facts = {
-        "devices": parts.mesh.size,
+        "devices": parts.roles.num_devices,
         "mesh": dict(parts.mesh.shape),
         "rollout_mesh": dict(parts.rollout_mesh.shape) if engine else None,
         "parameters": num_parameters(parts.model.config),
@@ -54,11 +54,24 @@ def describe(parts: Setup, programs: Programs, listed: Sequence[Program], length
             facts["concurrent"] = concurrent(engine, demand(parts.config, lengths))
     first: dict[Any, str] = {}
     residents = {r.name: r for p in listed for r in (*p.reads, *p.makes)}
+    groups: dict[frozenset, int] = {}
+
+    def group(devices: Iterable[jax.Device]) -> int:
+        """Number of a set of devices, equal where they are."""
+        return groups.setdefault(frozenset(devices), len(groups))
+
     return {
         "facts": facts,
-        "residents": [_resident(r) for r in residents.values()],
-        "programs": [_program(p, first.setdefault(p.executable, p.name)) for p in listed],
+        "residents": [{**_resident(r), "devices": group(_devices(r))} for r in residents.values()],
+        "programs": [
+            {**_program(p, first.setdefault(p.executable, p.name)), "devices": group(p.mesh.devices.flat)}
+            for p in listed
+        ],
     }
+
+
+def _devices(r: Resident) -> set[jax.Device]:
+    return jax.tree.leaves(r.shapes)[0].sharding.device_set
 
 
 def _program(p: Program, executable: str) -> dict[str, Any]:

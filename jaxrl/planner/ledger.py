@@ -62,7 +62,7 @@ def largest(c: Compilation, phase: Phase, most: int = 8) -> list[tuple[str, int]
     listed = next(p for p in c.programs if p["name"] == phase.program)
     found = [(what, size) for what, size in c.compiled[listed["executable"]].largest if size]
     for r in c.residents:
-        if not r["phases"] or phase.name in r["phases"]:
+        if _alive(r, listed):
             found += [(f"{r['name']}: {what}", size) for what, size in r["largest"]]
     return sorted(found, key=lambda item: -item[1])[:most]
 
@@ -85,11 +85,17 @@ def ledger(c: Compilation) -> Ledger:
     )
 
 
+def _alive(resident: Mapping, listed: Mapping) -> bool:
+    """Whether a resident lies on the devices of a program while that runs."""
+    here = resident["devices"] == listed["devices"]
+    return here and (not resident["phases"] or listed["phase"] in resident["phases"])
+
+
 def _phase(c: Compilation, listed: Mapping, compiled: Compiled) -> Phase:
     alive = {
         r["name"]: r["device_bytes"]
         for r in c.residents
-        if (not r["phases"] or listed["phase"] in r["phases"]) and r["name"] not in listed["makes"]
+        if _alive(r, listed) and r["name"] not in listed["makes"]
     }
     given = {name: alive[name] for name in listed["reads"] if name in alive}
     others = max(0, compiled.argument_bytes - sum(given.values()))

@@ -7,9 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.mesh.roles import Roles
 from jaxrl.models import ModelConfig, hf
 from jaxrl.models.shapes import known
 from jaxrl.run.settings import RunConfig
@@ -36,8 +35,8 @@ def shape_of(config: RunConfig) -> ModelConfig:
     return hf.load_config(hf.resolve(path, weights=False))
 
 
-def planned(config: RunConfig, mesh: Mesh) -> tuple[Setup, str]:
-    """The setup over ``mesh``, and where the model's shape comes from.
+def planned(config: RunConfig, roles: Roles) -> tuple[Setup, str]:
+    """The setup over ``roles``, and where the model's shape comes from.
 
     A hub name whose shape ships with jaxrl is not looked up; of another one only its config and tokenizer are
     fetched.
@@ -48,9 +47,9 @@ def planned(config: RunConfig, mesh: Mesh) -> tuple[Setup, str]:
     path = config.model.path
     shape = known(path) if path and not Path(path).expanduser().is_dir() else None
     if shape is None:
-        return set_up(config, mesh, weights=False), path or "model.scratch"
+        return set_up(config, roles, weights=False), path or "model.scratch"
     tokenizer: Any = TokenizerFacts(shape.tokenizer_size, shape.stop_ids)
     if config.model.tokenizer:
         tokenizer = load_tokenizer(config.model.tokenizer)
-    parts = join(config, mesh, tokenizer, ModelConfig.from_hf(shape.config, f"{path}"), None)
+    parts = join(config, roles, tokenizer, ModelConfig.from_hf(shape.config, f"{path}"), None)
     return parts, f"{path}, whose shape ships with jaxrl"

@@ -23,8 +23,9 @@ import jax
 
 from jaxrl.compile.executables import Store, lower
 from jaxrl.compile.program import UPDATE, Lengths, Program
-from jaxrl.compile.tpu import chip_of, program_costs, topology_mesh
+from jaxrl.compile.tpu import chip_of, program_costs, topology_devices
 from jaxrl.config import ConfigError, load
+from jaxrl.mesh.roles import place
 from jaxrl.planner import buffers
 from jaxrl.planner.describe import chosen, describe
 from jaxrl.planner.model import planned
@@ -58,8 +59,9 @@ def serve(request: dict[str, Any], tell: Callable[..., None]) -> None:
     try:
         config = load(RunConfig, request["config"])[0]
         topology = request["topology"]
-        mesh = topology_mesh(topology, config.mesh)
-        parts, model = planned(config, mesh)
+        rollout, devices = config.rollout, topology_devices(topology)
+        roles = place(config.mesh, rollout.devices, rollout.tensor, devices)
+        parts, model = planned(config, roles)
         programs = parts.programs(request["total_updates"])
         lengths = Lengths(**request["lengths"])
         listed = loop_programs(parts, programs, lengths)

@@ -85,6 +85,10 @@ class RolloutConfig:
         "devices that split each matrix product of the sampler; the others hold replicas, each with its own "
         "sequences. Divides the devices and the model's query heads. null: mesh.tensor",
     )
+    devices: int = setting(
+        0,
+        "devices that only sample, the last ones; the others train (mesh). 0: all devices do both, in turn",
+    )
     decode_batches: int = setting(
         3,
         "compiled sizes of the decode batch: all slots, half of them, a quarter, ...; the last sequences "
@@ -114,6 +118,8 @@ class RolloutConfig:
                 yield key, f"{getattr(self, key)}: needs at least 1"
         if self.tensor is not None and self.tensor < 1:
             yield "tensor", f"{self.tensor}: needs a positive number of devices, or null"
+        if self.devices < 0:
+            yield "devices", f"{self.devices}: must be 0 (shared) or a number of devices"
         if self.kv_page_tokens is not None and self.kv_page_tokens < 1:
             yield "kv_page_tokens", f"{self.kv_page_tokens}: needs at least 1 token"
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:

@@ -281,7 +281,9 @@ def open_run(
     programs = parts.programs(total * config.algo.updates_per_step)
     if config.executables:
         executables.prepare(loop_programs(parts, programs), config.executables)
-    scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, config.data, parts.mesh)))
+    scorer = stack.enter_context(
+        contextlib.closing(Scorer(config.rewards, config.data, parts.roles.reward_models))
+    )
     state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:
         data.set_state(meta["data"], strict=False)

@@ -60,7 +60,7 @@ def loop_programs(parts: Setup, programs: Programs, lengths: Lengths | None = No
         found += engine_programs(programs.engine, programs.refresh.shapes, samples)
         found += reward_programs(
             config.rewards.terms,
-            parts.mesh,
+            parts.roles.reward_models,
             longest_tokens=parts.longest_tokens,
             sequences=asked.sequences if samples else 0,
         )
@@ -73,10 +73,10 @@ def loop_programs(parts: Setup, programs: Programs, lengths: Lengths | None = No
                 name="refresh",
                 phase=REFRESH,
                 jitted=refresh.program,
-                args=(params, refresh.shapes),
+                args=refresh.args(params),
                 mesh=parts.mesh,
                 calls=1,
-                reads=weights,
+                reads=weights if refresh.shared else weights[:1],
             )
         )
     return found

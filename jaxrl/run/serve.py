@@ -15,10 +15,10 @@ from jaxrl.data.config import DataConfig
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.host import distributed
 from jaxrl.mesh.axes import MeshConfig, make_mesh
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, hf
 from jaxrl.rollout.config import Sampling, check_context
 from jaxrl.rollout.engine import Engine
+from jaxrl.rollout.weights import make_refresh
 
 
 def serve(given: argparse.Namespace) -> None:

@@ -25,16 +25,16 @@ from jaxrl.host import distributed
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import learning_rate_schedule
 from jaxrl.learn.packing import BatchShape
-from jaxrl.mesh.axes import make_mesh
-from jaxrl.mesh.roles import rollout_mesh
+from jaxrl.mesh.roles import Roles, place
 from jaxrl.mesh.sharding import named, shapes_with
-from jaxrl.mesh.transfer import Refresh, make_refresh
+from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.ops.axes import batch_shards
 from jaxrl.ops.chip import platform
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.rollout.weights import make_refresh
 from jaxrl.run import ends
 from jaxrl.run.settings import RunConfig
 from jaxrl.store.checkpoint import Checkpoints
@@ -50,7 +50,7 @@ class Programs:
     learner: Learner
     schedule: optax.Schedule
     """Number of updates made so far -> learning rate of the next."""
-    refresh: Refresh | None
+    refresh: Transfer | None
     """None when the run samples nothing."""
     engine: Engine | None
 
@@ -60,8 +60,7 @@ class Setup:
     """The parts of a run that do not change while it runs."""
 
     config: RunConfig
-    mesh: Mesh
-    """The train view of the devices."""
+    roles: Roles
     tokenizer: Tokenizer
     model: Model
     folder: Path | None
@@ -82,9 +81,14 @@ class Setup:
         return () if rollout.ignore_eos else (*self.tokenizer.stop_ids, *rollout.stop_token_ids)
 
     @property
+    def mesh(self) -> Mesh:
+        """The train view of the devices."""
+        return self.roles.policy
+
+    @property
     def rollout_mesh(self) -> Mesh:
-        """The rollout view of the same devices."""
-        return rollout_mesh(self.mesh, self.config.rollout.tensor)
+        """The rollout view of the same devices, or of the sampler's own."""
+        return self.roles.rollout
 
     @property
     def longest_tokens(self) -> int:
@@ -122,7 +126,7 @@ class Setup:
         config, rollout = self.config, self.config.rollout
         prompts = config.data.prompts_per_step
         group = rollout.group_size if config.trains_on_rollouts else config.eval.samples
-        slots = rollout.slots or min(prompts * group, 64 * self.mesh.size)
+        slots = rollout.slots or min(prompts * group, 64 * self.rollout_mesh.size)
         mesh = self.rollout_mesh
         return Engine(
             dataclasses.replace(self.model, mesh=_layout_mesh(mesh)),
@@ -153,10 +157,10 @@ class Setup:
         stack.callback(parts.close)
         return parts
 
-    def refresh(self) -> Refresh:
+    def refresh(self) -> Transfer:
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""
         dtype = self.config.rollout.weight_dtype or self.config.model.compute_dtype
-        return make_refresh(self.model, self.rollout_mesh, dtype)
+        return make_refresh(self.model, self.rollout_mesh, dtype, self.mesh)
 
     def param_shapes(self) -> Any:
         """ShapeDtypeStructs of the training parameters, with their shardings."""
@@ -230,17 +234,18 @@ def batch_shape(config: RunConfig, num_shards: int, multiple: int) -> BatchShape
     )
 
 
-def set_up(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True) -> Setup:
-    """Mesh, tokenizer and model of ``config``; no parameters yet.
+def set_up(config: RunConfig, roles: Roles | None = None, *, weights: bool = True) -> Setup:
+    """Meshes, tokenizer and model of ``config``; no parameters yet.
 
     Args:
-        mesh: instead of one over this program's devices; an abstract one will do for what needs no device.
+        roles: instead of those over this program's devices; abstract meshes will do for what needs no device.
         weights: whether a model of the hub is downloaded with its weights.
 
     Raises:
-        ConfigError: the mesh does not match the devices, or the model cannot be read.
+        ConfigError: the meshes do not match the devices, or the model cannot be read.
     """
-    mesh = make_mesh(config.mesh) if mesh is None else mesh
+    if roles is None:
+        roles = place(config.mesh, config.rollout.devices, config.rollout.tensor)
     source = config.model
     folder = hf.resolve(source.path, weights=weights) if source.path else None
     tokenizer = load_tokenizer(source.tokenizer or str(folder), model=folder)
@@ -250,7 +255,7 @@ def set_up(config: RunConfig, mesh: Mesh | None = None, *, weights: bool = True)
             hf.check_weights(folder, model_config)  # before the data is read and programs are compiled
     else:
         model_config = ModelConfig.from_scratch(source.scratch, vocab_size=tokenizer.vocab_size)
-    return _dated(join(config, mesh, tokenizer, model_config, folder))
+    return _dated(join(config, roles, tokenizer, model_config, folder))
 
 
 def _dated(parts: Setup) -> Setup:
@@ -267,7 +272,7 @@ def _dated(parts: Setup) -> Setup:
 
 
 def join(
-    config: RunConfig, mesh: Mesh, tokenizer: Tokenizer, model_config: ModelConfig, folder: Path | None
+    config: RunConfig, roles: Roles, tokenizer: Tokenizer, model_config: ModelConfig, folder: Path | None
 ) -> Setup:
     """The setup of these parts. ConfigError when they do not go together."""
     source = config.model
@@ -289,9 +294,9 @@ def join(
         compute_dtype=source.compute_dtype,
         remat=source.remat,
         attention=source.attention,
-        mesh=_layout_mesh(mesh),
+        mesh=_layout_mesh(roles.policy),
     )
-    parts = Setup(config, mesh, tokenizer, model, folder)
+    parts = Setup(config, roles, tokenizer, model, folder)
     if config.algo.router_loss_coef and model_config.moe is None:
         raise ConfigError(
             f"{config.algo.router_loss_coef} given, but the model ({model_config.family}) has no experts to "
@@ -299,7 +304,7 @@ def join(
             "algo.router_loss_coef",
         )
     # Before anything is loaded: a tensor axis that does not divide the heads, a row without room.
-    model.specs(mesh)
+    model.specs(roles.policy)
     if config.samples_completions:
         model.specs(parts.rollout_mesh, view="rollout")
     if isinstance(tokenizer, Tokenizer):

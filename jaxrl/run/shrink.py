@@ -206,6 +206,7 @@ def _small_rollout(
         group_size=rollout.group_size if not config.trains_on_rollouts else group,
         max_new_tokens=new_tokens,
         tensor=tensor,
+        devices=0,
         slots=min(rollout.slots, 16),
         steps_per_dispatch=min(rollout.steps_per_dispatch, 8),
         decode_batches=min(rollout.decode_batches, 2),

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,9 @@ from jaxrl.data.pipeline import Examples, prompt_examples
 from jaxrl.environments import calls as environment_calls
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.mesh.axes import AXES
+from jaxrl.mesh.roles import Roles, on, rollout_sizes
 from jaxrl.models import hf
+from jaxrl.ops.axes import TENSOR
 from jaxrl.record.metrics import METRICS_FILE
 from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
@@ -94,7 +96,7 @@ def check(config: RunConfig, folder: Path, stages: Stages) -> RunConfig:
         ConfigError, UserCodeError: what ``train`` would have raised on the slice.
     """
     with stages.stage("model, mesh") as found:
-        parts = set_up(config, _abstract_mesh(config), weights=False)
+        parts = set_up(config, _abstract_roles(config), weights=False)
         small = shrink.small_model(parts.model.config)
         found += _describe_model(parts, small)
     if parts.folder is not None:
@@ -213,15 +215,22 @@ class _Command:
             raise StageError(self.process.returncode or 1, "\n".join(lines))
 
 
-def _abstract_mesh(config: RunConfig) -> Mesh:
-    """The run's mesh, of TPU devices that nobody has; an axis of -1 has what rollout.tensor needs."""
+def _abstract_roles(config: RunConfig) -> Roles:
+    """The run's meshes, of TPU devices that nobody has; an axis of -1 has what rollout.tensor needs."""
     device = AbstractDevice(device_kind="TPU", num_cores=None, platform="tpu")
     given = [getattr(config.mesh, axis) for axis in AXES]
-    known, tensor = math.prod(size for size in given if size > 0), config.rollout.tensor or 1
-    sizes = tuple(size if size > 0 else tensor // math.gcd(known, tensor) for size in given)
-    return cast(
-        Mesh, AbstractMesh(sizes, AXES, abstract_device=device)
-    )  # names and sizes are all that is read
+    own, tensor = config.rollout.devices, config.rollout.tensor
+    needed = 1 if own else tensor or 1
+    known = math.prod(size for size in given if size > 0)
+
+    def mesh(sizes: Iterable[int]) -> Mesh:  # names and sizes are all that is read
+        return cast(Mesh, AbstractMesh(tuple(sizes), AXES, abstract_device=device))
+
+    trained = mesh(size if size > 0 else needed // math.gcd(known, needed) for size in given)
+    if not own:
+        return on(trained, tensor)
+    sizes = rollout_sizes(own, trained.shape[TENSOR] if tensor is None else tensor)
+    return on(trained)._replace(rollout=mesh(sizes.values()))
 
 
 def _describe_model(parts: Setup, small: Any) -> list[str]:

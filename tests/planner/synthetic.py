@@ -39,6 +39,7 @@ def resident(name, size, *phases, host=0):
         "kind": name.removesuffix(" of 8"),
         "device_bytes": size * GIB,
         "host_bytes": host * GIB,
+        "devices": 0,
         "phases": phases,
         "largest": (),
     }
@@ -46,7 +47,7 @@ def resident(name, size, *phases, host=0):
 
 def listed(name, phase, *reads, calls=1, trips=1, attention_flops=0.0, filled_pages=1.0):
     return {
-        "name": name, "function": name.partition("/")[0], "executable": name, "phase": phase,
+        "name": name, "function": name.partition("/")[0], "executable": name, "phase": phase, "devices": 0,
         "calls": calls, "trips": trips, "fills": False, "reads": reads, "makes": (),
         "attention_flops": attention_flops, "filled_pages": filled_pages,
     }  # fmt: skip

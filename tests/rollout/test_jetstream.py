@@ -16,11 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.mesh.axes import make_mesh
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.weights import make_refresh
 from jaxrl.types import Prompts
 
 pytestmark = pytest.mark.slow

@@ -7,11 +7,11 @@ import pytest
 
 from jaxrl.compile.program import Lengths
 from jaxrl.mesh.axes import MeshConfig, make_mesh
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.programs import Demand, concurrent, engine_programs
+from jaxrl.rollout.weights import make_refresh
 
 SCRATCH = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
 DEMAND = Demand(

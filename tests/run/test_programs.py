@@ -9,7 +9,6 @@ import pytest
 from jaxrl.compile.program import Lengths
 from jaxrl.config import load
 from jaxrl.mesh.axes import MeshConfig, make_mesh
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.model import Model
 from jaxrl.models.reward_head import reward_head
@@ -17,6 +16,7 @@ from jaxrl.rewards import model as reward
 from jaxrl.rewards.programs import reward_programs
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.programs import engine_programs
+from jaxrl.rollout.weights import make_refresh
 from jaxrl.run import loop
 from jaxrl.run.programs import loop_programs
 from jaxrl.run.settings import RunConfig

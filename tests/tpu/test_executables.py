@@ -13,6 +13,7 @@ from jaxrl.compile.executables import Store, lower
 from jaxrl.compile.program import ROLLOUT, Program
 from jaxrl.compile.tpu import topology_mesh
 from jaxrl.config import load, run_cli
+from jaxrl.mesh.roles import on
 from jaxrl.ops.decode_attention import Pages, decode_attention
 from jaxrl.plan import main as plan
 from jaxrl.run.programs import loop_programs
@@ -92,7 +93,7 @@ def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
 
     config = load(RunConfig, tmp_path / "run.yaml")[0]
     mesh = topology_mesh("v5e:2x2", config.mesh)
-    parts = set_up(config, mesh)
+    parts = set_up(config, on(mesh))
     (update,) = loop_programs(parts, parts.programs(config.steps))
     assert "XLA refuses" in Store(kept).load(update, lower(update))  # found; no TPU to run it
     # The optimizer's numbers are arguments of the program; the type of its moments is not.
@@ -100,6 +101,6 @@ def test_what_a_plan_keeps_is_what_training_looks_for(tmp_path, capsys):
         ("optim.b1=0.8", "XLA refuses"),
         ("optim.moment_dtype=bfloat16", "another program"),
     ):
-        other = set_up(load(RunConfig, tmp_path / "run.yaml", [setting])[0], mesh)
+        other = set_up(load(RunConfig, tmp_path / "run.yaml", [setting])[0], on(mesh))
         (update,) = loop_programs(other, other.programs(config.steps))
         assert found in Store(kept).load(update, lower(update)), setting

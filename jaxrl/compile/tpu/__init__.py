@@ -12,6 +12,7 @@ from jaxrl.compile.tpu.topology import (
     compiler_missing,
     num_devices,
     split_topology,
+    topology_devices,
     topology_mesh,
 )
 from jaxrl.ops.chip import CHIPS, Chip
@@ -28,5 +29,6 @@ __all__ = [
     "program_cost",
     "program_costs",
     "split_topology",
+    "topology_devices",
     "topology_mesh",
 ]

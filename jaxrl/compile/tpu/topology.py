@@ -10,6 +10,7 @@ import platform
 import sys
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -72,11 +73,11 @@ def num_devices(topology: str) -> int:
     return slices * math.prod(sizes) * chip_of(name).devices_per_chip
 
 
-def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices: int = 1) -> Mesh:
-    """The mesh that ``config`` makes of the devices of ``topology``, for lowering and compiling only.
+def topology_devices(topology: str, *, num_slices: int = 1) -> list[jax.Device]:
+    """The devices of ``topology``, for lowering and compiling only.
 
     Raises:
-        ConfigError: the name is unknown, the mesh does not match its devices, or there is no compiler here.
+        ConfigError: the name is unknown, or there is no compiler here.
     """
     topology, given = split_topology(topology)
     num_slices = max(num_slices, given)
@@ -84,10 +85,17 @@ def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices
         raise ConfigError(missing)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     sizes = [int(n) for n in topology.split(":")[1].split("x")]
     if math.prod(sizes) < 4:  # less than one host's chips
         options["chips_per_host_bounds"] = (*sizes, 1, 1)[:3]
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    return make_mesh(config, description.devices)
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+
+
+def topology_mesh(topology: str, config: MeshConfig | None = None, *, num_slices: int = 1) -> Mesh:
+    """The mesh that ``config`` makes of the devices of ``topology``.
+
+    Raises:
+        ConfigError: as ``topology_devices``, or the mesh does not match the devices.
+    """
+    return make_mesh(config, topology_devices(topology, num_slices=num_slices))

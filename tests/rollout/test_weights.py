@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.mesh.sharding import named
-from jaxrl.mesh.transfer import make_refresh
 from jaxrl.models import Model, ModelConfig
+from jaxrl.rollout.weights import make_refresh
 
 SCRATCH = dict(
     model_type="qwen2",
