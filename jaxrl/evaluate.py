@@ -22,7 +22,6 @@ from jaxrl.host import distributed
 from jaxrl.host.failures import failing_together
 from jaxrl.recipes.collect import sample_rows
 from jaxrl.record.progress import Progress
-from jaxrl.rewards.scorer import Scorer
 from jaxrl.run.agreement import agree_on_config
 from jaxrl.run.evaluation import config_of_run, evaluate, run_option
 from jaxrl.run.settings import parse
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         config = parts.config
         prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
         params = parts.refresh()(parts.initial_params())
-        scorer = stack.enter_context(contextlib.closing(Scorer(config.rewards, config.data, parts.mesh)))
+        scorer = parts.scorer(stack)
         multi_turn = parts.multi_turn(stack)
         progress = stack.enter_context(Progress(1, config.metrics.progress))
         found, completions, scores = evaluate(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxrl.data.config import DataConfig
 from jaxrl.host import distributed
 from jaxrl.rewards.config import RewardsConfig
+from jaxrl.rewards.model import RewardModel
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.types import Rollouts
 
@@ -23,8 +24,6 @@ class Scorer:
         self._models = {}
         for number, term in enumerate(rewards.terms):
             if term.is_model:
-                from jaxrl.rewards.model import RewardModel
-
                 key = f"rewards.terms.{number}"
                 self._models[term.title] = RewardModel(term.args, data, mesh, key)
         self._pool = RewardPool(rewards) if distributed.is_first() else None

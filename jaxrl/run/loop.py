@@ -34,7 +34,6 @@ from jaxrl.recipes.context import Context
 from jaxrl.record.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
 from jaxrl.record.progress import Progress
 from jaxrl.record.report import summary, write_report
-from jaxrl.rewards.scorer import Scorer
 from jaxrl.run.agreement import agree_on_config, agree_on_inputs
 from jaxrl.run.evaluation import evaluate
 from jaxrl.run.programs import loop_programs
@@ -137,10 +136,8 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         compilations.forget()  # slices and copies for the writer
 
     trace_folder = config.checkpoint_run if pathways.is_used() else config.run_dir
-    strict = config.metrics.compilations == "error"
-    own = loop_programs(r.parts, programs) if strict else ()
     with (
-        CompilationCounter(own, strict=strict) as compilations,
+        compilation_counter(r) as compilations,
         contextlib.closing(Profiler(trace_folder, config.profile)) as profiler,
     ):
         try:
@@ -199,6 +196,12 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         if saved < done or (interrupted and saved < 0):
             save()
     return done, interrupted
+
+
+def compilation_counter(r: Run) -> CompilationCounter:
+    """It insists on what ``metrics.compilations`` says, and tells the run's programs by name."""
+    strict = r.parts.config.metrics.compilations == "error"
+    return CompilationCounter(loop_programs(r.parts, r.programs) if strict else (), strict=strict)
 
 
 def record(r: Run, step: int, metrics: Mapping[str, float], compilations: CompilationCounter) -> None:
@@ -281,9 +284,7 @@ def open_run(
     programs = parts.programs(total * config.algo.updates_per_step)
     if config.executables:
         executables.prepare(loop_programs(parts, programs), config.executables)
-    scorer = stack.enter_context(
-        contextlib.closing(Scorer(config.rewards, config.data, parts.roles.reward_models))
-    )
+    scorer = parts.scorer(stack)
     state, meta, origin = restore_or_start(parts, programs, checkpoints)
     if meta:
         data.set_state(meta["data"], strict=False)

@@ -31,6 +31,7 @@ from jaxrl.mesh.transfer import Transfer
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.ops.axes import batch_shards
 from jaxrl.ops.chip import platform
+from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
@@ -147,6 +148,12 @@ class Setup:
             share_prompts=rollout.share_prompts,
             multi_turn=config.environment.name is not None,
         )
+
+    def scorer(self, stack: ExitStack) -> Scorer:
+        """All terms of the rewards; closed with ``stack``."""
+        scorer = Scorer(self.config.rewards, self.config.data, self.roles.reward_models)
+        stack.callback(scorer.close)
+        return scorer
 
     def multi_turn(self, stack: ExitStack) -> MultiTurn | None:
         """What makes completions episodes, when there is an environment; closed with ``stack``."""
