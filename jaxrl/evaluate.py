@@ -59,11 +59,10 @@ def main(argv: Sequence[str]) -> int:
         prompts = load_prompts(config.eval_data, parts.tokenizer, section="eval")
         params = parts.refresh()(parts.initial_params())
         scorer = parts.scorer(stack)
-        multi_turn = parts.multi_turn(stack)
+        sampler = parts.sampler(parts.engine(), stack)
+        sampler.swap(params, 0)
         progress = stack.enter_context(Progress(1, config.metrics.progress))
-        found, completions, scores = evaluate(
-            parts, parts.engine(), params, prompts, scorer, multi_turn=multi_turn, progress=progress
-        )
+        found, completions, scores = evaluate(parts, sampler, prompts, scorer, progress=progress)
     if distributed.is_first():
         for name, value in found.items():
             print(f"{name:28} {value:.4f}")

@@ -10,7 +10,7 @@ reference).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -51,6 +51,10 @@ class Prompts:
         )
 
 
+Runs = tuple[tuple[int, int], ...]
+"""(version, count) of consecutive tokens: which weights sampled them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """Ids as the policy saw and wrote them: a prompt, and what was only ever appended to it."""
@@ -58,14 +62,68 @@ class Row:
     prompt: np.ndarray
     """[n] int32."""
     tokens: np.ndarray
-    """[T] int32; as ``Rollouts.tokens``, and so are the other two."""
+    """[T] int32 ids exactly as sampled, a sampled stop token included."""
     loss_mask: np.ndarray
+    """[T] float32: 1 where the policy chose the token, 0 where an environment wrote it."""
     rollout_log_probs: np.ndarray
+    """[T] float32, nats; 0 where an environment wrote the token."""
+    versions: Runs = ()
+    """Cover the T tokens: number of parameter updates that the sampler's weights had seen. An environment's
+    tokens count with those before them."""
+
+    @classmethod
+    def of(cls, prompt: np.ndarray) -> Row:
+        """A prompt with nothing behind it."""
+        empty = np.zeros(0, np.float32)
+        return cls(prompt=prompt, tokens=np.zeros(0, np.int32), loss_mask=empty, rollout_log_probs=empty)
+
+    def sampled(self, tokens: np.ndarray, log_probs: np.ndarray, versions: Runs) -> Row:
+        """Append tokens of the policy."""
+        return self._with(tokens, np.ones(len(tokens), np.float32), log_probs, versions)
+
+    def observed(self, tokens: np.ndarray) -> Row:
+        """Append an environment's tokens."""
+        zeros = np.zeros(len(tokens), np.float32)
+        return self._with(tokens, zeros, zeros, ((self.versions[-1][0], len(tokens)),))
+
+    def cut(self, length: int) -> Row:
+        """Keep the first ``length`` of the T tokens."""
+        versions, left = [], length
+        for version, count in self.versions:
+            versions.append((version, min(count, left)))
+            left -= versions[-1][1]
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens[:length],
+            loss_mask=self.loss_mask[:length],
+            rollout_log_probs=self.rollout_log_probs[:length],
+            versions=_joined(versions),
+        )
+
+    def _with(self, tokens, loss_mask, log_probs, versions) -> Row:
+        return dataclasses.replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            loss_mask=np.concatenate([self.loss_mask, loss_mask]),
+            rollout_log_probs=np.concatenate([self.rollout_log_probs, log_probs]).astype(np.float32),
+            versions=_joined([*self.versions, *versions]),
+        )
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Runs of one version next to each other as one, empty ones left out."""
+    found: list[tuple[int, int]] = []
+    for version, count in runs:
+        if count and found and found[-1][0] == version:
+            found[-1] = version, found[-1][1] + count
+        elif count:
+            found.append((version, count))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """What turns a completion into an episode."""
+    """The part of a sample that only an episode has."""
 
     turns: int
     """Turns of the policy."""
@@ -80,96 +138,103 @@ class Episode:
     ``rewards.on_error`` says."""
     messages: Sequence[Mapping[str, Any]]
     """The whole conversation."""
-    rows: Sequence[Row] = ()
-    """Later rows. Where the chat template rewrites earlier messages, nothing can be appended: what follows is
-    a row of its own, whose prompt is the conversation as it is rendered now."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion of a prompt, from the sampler to packing (host side)."""
+
+    rows: Sequence[Row]
+    """One. Of an episode there are more where the chat template rewrites earlier messages: nothing can be
+    appended then, and what follows is a row of its own, whose prompt is the conversation as it is rendered
+    now."""
+    stop_reason: str
+    """"stop" (a stop token or string; an episode: the environment was done), "length" (cut by a token
+    limit), "turns" (an episode out of turns) or "error" (its environment failed)."""
+    text: str
+    """The decoded completion, stop strings cut; of an episode the last turn, which has the answer."""
+    episode: Episode | None = None
+    """None without an environment."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[T] int32, of the first row."""
+        return self.rows[0].tokens
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """int32: the tokens that the policy chose, of all rows."""
+        return np.concatenate([row.tokens[row.loss_mask > 0] for row in self.rows])
+
+    @property
+    def length(self) -> int:
+        """Tokens of all rows; what an environment wrote is among them."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that the policy chose, of all rows."""
+        return sum(int(row.loss_mask.sum()) for row in self.rows)
+
+    @property
+    def versions(self) -> Runs:
+        """Runs of the tokens of all rows."""
+        return _joined(run for row in self.rows for run in row.versions)
+
+    @property
+    def truncated(self) -> bool:
+        """True when a limit ended it, of tokens or turns."""
+        return self.stop_reason in ("length", "turns")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """B sampled sequences, the G of one prompt next to each other (host side)."""
+    """B samples of P prompts, the G of one prompt next to each other (host side)."""
 
     prompts: Prompts
     group_size: int
-    tokens: Sequence[np.ndarray]
-    """[B] ragged int32 completion ids exactly as sampled, a sampled stop token included."""
-    loss_mask: Sequence[np.ndarray]
-    """[B] ragged float32: 1 where the policy chose the token, 0 where an environment wrote it."""
-    rollout_log_probs: Sequence[np.ndarray]
-    """[B] ragged float32, nats."""
-    stop_reasons: Sequence[str]
-    """[B] "stop" (a stop token or string; an episode: the environment was done), "length" (cut by a token
-    limit), "turns" (an episode out of turns) or "error" (its environment failed)."""
-    texts: Sequence[str]
-    """[B] decoded completions, stop strings cut; of an episode the last turn, which has the answer."""
-    policy_versions: Sequence[int]
-    """[B] number of parameter updates the sampler's weights had seen."""
-    episodes: Sequence[Episode] = ()
-    """[B]; empty without an environment."""
+    samples: Sequence[Sample]
+    """[B]"""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.samples)
 
-    def rows(self, i: int) -> list[Row]:
-        """Sequence ``i`` as rows to train on: one, and the later ones of an episode."""
-        first = Row(
-            prompt=self.prompts.tokens[i // self.group_size],
-            tokens=self.tokens[i],
-            loss_mask=self.loss_mask[i],
-            rollout_log_probs=self.rollout_log_probs[i],
-        )
-        return [first, *(self.episodes[i].rows if self.episodes else ())]
+    @property
+    def texts(self) -> list[str]:
+        """[B]"""
+        return [s.text for s in self.samples]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """[B]; empty without an environment."""
+        return [s.episode for s in self.samples if s.episode is not None]
 
     @property
     def lengths(self) -> np.ndarray:
-        """[B] completion tokens, of all rows; what an environment wrote is among them."""
-        return np.array([sum(len(r.tokens) for r in self.rows(i)) for i in range(len(self))], np.int32)
+        """[B] int32, see ``Sample.length``."""
+        return np.array([s.length for s in self.samples], np.int32)
 
     @property
     def sampled_lengths(self) -> np.ndarray:
-        """[B] tokens that the policy chose, of all rows."""
-        return np.array(
-            [sum(int(r.loss_mask.sum()) for r in self.rows(i)) for i in range(len(self))], np.int32
-        )
-
-    @property
-    def sampled(self) -> list[np.ndarray]:
-        """[B] ragged int32: the tokens that the policy chose."""
-        rows = [self.rows(i) for i in range(len(self))]
-        return [np.concatenate([r.tokens[r.loss_mask > 0] for r in own]) for own in rows]
+        """[B] int32, see ``Sample.sampled_length``."""
+        return np.array([s.sampled_length for s in self.samples], np.int32)
 
     @property
     def truncated(self) -> np.ndarray:
-        """[B] bool: ended by a limit, of tokens or turns."""
-        return np.array([r in ("length", "turns") for r in self.stop_reasons], bool)
+        """[B] bool, see ``Sample.truncated``."""
+        return np.array([s.truncated for s in self.samples], bool)
 
     def take(self, groups: Sequence[int]) -> Rollouts:
         """The groups of the given prompts only (indexes into the P prompts)."""
         rows = [p * self.group_size + g for p in groups for g in range(self.group_size)]
         return dataclasses.replace(
-            self,
-            prompts=self.prompts.take(groups),
-            tokens=[self.tokens[i] for i in rows],
-            loss_mask=[self.loss_mask[i] for i in rows],
-            rollout_log_probs=[self.rollout_log_probs[i] for i in rows],
-            stop_reasons=[self.stop_reasons[i] for i in rows],
-            texts=[self.texts[i] for i in rows],
-            policy_versions=[self.policy_versions[i] for i in rows],
-            episodes=[self.episodes[i] for i in rows] if self.episodes else (),
+            self, prompts=self.prompts.take(groups), samples=[self.samples[i] for i in rows]
         )
 
     def __add__(self, other: Rollouts) -> Rollouts:
         """These groups, then those of ``other`` (of the same group size)."""
         return dataclasses.replace(
-            self,
-            prompts=self.prompts + other.prompts,
-            tokens=[*self.tokens, *other.tokens],
-            loss_mask=[*self.loss_mask, *other.loss_mask],
-            rollout_log_probs=[*self.rollout_log_probs, *other.rollout_log_probs],
-            stop_reasons=[*self.stop_reasons, *other.stop_reasons],
-            texts=[*self.texts, *other.texts],
-            policy_versions=[*self.policy_versions, *other.policy_versions],
-            episodes=[*self.episodes, *other.episodes],
+            self, prompts=self.prompts + other.prompts, samples=[*self.samples, *other.samples]
         )
 
 

@@ -35,7 +35,8 @@ from jaxrl.mesh.sharding import named
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import TRAIN_STREAM
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.types import Prompts
 
@@ -70,6 +71,12 @@ def make_prompts(count: int, length: int, vocab: int) -> Prompts:
     return Prompts(ids=list(range(count)), tokens=tokens, texts=[""] * count, examples=[{}] * count)
 
 
+def make_sampler(engine: Engine, params) -> Sampler:
+    sampler = Sampler(engine, NoText())
+    sampler.swap(params, 0)
+    return sampler
+
+
 def group_speed(model, mesh, params, repeats: int) -> dict[str, float]:
     """4 prompts of 64 tokens x 4 completions of exactly 128 tokens."""
     engine = Engine(
@@ -83,17 +90,15 @@ def group_speed(model, mesh, params, repeats: int) -> dict[str, float]:
         filters=False,  # as train has it
     )
     prompts = make_prompts(4, 64, model.config.vocab_size)
-    key = np.array([0, 1], np.uint32)
+    sampler = make_sampler(engine, params)
 
     def run():
         rollout(
-            engine,
-            params,
+            sampler,
             prompts,
             group_size=4,
             sampling=Sampling(max_new_tokens=128),
-            key=key,
-            tokenizer=NoText(),
+            stream=TRAIN_STREAM,
         )
 
     wall, cpu = timed(run, repeats)
@@ -139,40 +144,35 @@ def ragged_against_static(model, mesh, params, repeats: int, slots: int = 16) ->
     limits = np.random.default_rng(1).permutation(np.geomspace(16, 512, 64).astype(int)).tolist()
     prompts = make_prompts(64, 32, model.config.vocab_size)
     samplings = [Sampling(max_new_tokens=n) for n in limits]
-    key = np.array([0, 1], np.uint32)
     options: Any = dict(slots=slots, prefill_rows=slots, max_prompt_tokens=32, max_new_tokens=512)
-    engine = Engine(model, mesh, decode_batches=3, **options)
-    static = Engine(model, mesh, **options)
+    refilled = make_sampler(Engine(model, mesh, decode_batches=3, **options), params)
+    static = make_sampler(Engine(model, mesh, **options), params)
 
-    def sample(engine, first, last):
+    def sample(sampler, first, last):
         numbers = range(first, last)
         rollout(
-            engine,
-            params,
+            sampler,
             prompts.take(numbers),
             group_size=1,
             sampling=samplings[first:last],
-            key=key,
-            tokenizer=NoText(),
+            stream=TRAIN_STREAM,
         )
 
     def in_batches():
         for first in range(0, 64, slots):
             sample(static, first, first + slots)
 
-    continuous, _ = timed(lambda: sample(engine, 0, 64), repeats)
+    continuous, _ = timed(lambda: sample(refilled, 0, 64), repeats)
     waiting, _ = timed(in_batches, repeats)
     full = [Sampling(max_new_tokens=sum(limits) // slots)] * slots
 
     def ideal():
         rollout(
             static,
-            params,
             prompts.take(range(slots)),
             group_size=1,
             sampling=full,
-            key=key,
-            tokenizer=NoText(),
+            stream=TRAIN_STREAM,
         )
 
     best, _ = timed(ideal, repeats) if full[0].max_new_tokens <= 512 else (float("nan"), 0)

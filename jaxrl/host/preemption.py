@@ -3,7 +3,7 @@
 SIGTERM or SIGINT asks for a stop. The run notices at its next safe point (``check``): between stages and
 after each dispatch of the sampler. It then saves the state after the last whole step and ends with code
 75; what the step it leaves had sampled is sampled again when the run continues, the very same, as random
-numbers depend on (seed, step, prompt, sample, position) alone. A second signal, or the deadline, ends the
+numbers depend on (seed, stream, prompt, sample, position) alone. A second signal, or the deadline, ends the
 process at once with code 76: the checkpoints are as they were, and what was half written is not chosen.
 """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.data.pipeline import PromptIterator
@@ -19,7 +18,8 @@ from jaxrl.recipes.filters import spread
 from jaxrl.record.progress import Progress
 from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rewards.pool import Scores
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import rollout
+from jaxrl.rollout.sampling import TRAIN_STREAM
 from jaxrl.types import Prompts, Rollouts
 
 
@@ -34,10 +34,8 @@ class Collected:
 
 def collect(
     context: Context,
-    rollout_params: Any,
     step: int,
     *,
-    policy_version: int,
     rewards: Callable[[Rollouts, Scores], np.ndarray] | None = None,
     keep: Callable[[np.ndarray], np.ndarray] | None = None,
     extra_rounds: int = 0,
@@ -56,7 +54,7 @@ def collect(
     Raises:
         Interrupted: ``context.stop`` is set; after a dispatch of the sampler.
     """
-    assert context.engine is not None and isinstance(context.stream, PromptIterator)
+    assert isinstance(context.stream, PromptIterator)
     wanted, timer, stop = context.data.prompts_per_step, context.timer, context.stop
     kept: list[Collected] = []
     sampled: list[Collected] = []
@@ -72,7 +70,7 @@ def collect(
         )
         if not len(prompts):
             break
-        sampled.append(_sample(context, rollout_params, prompts, step, policy_version, sampled, rewards))
+        sampled.append(_sample(context, prompts, sampled, rewards))
         chosen = np.ones(len(prompts), bool) if keep is None else keep(_task(context, sampled[-1].scores))
         if chosen.any():
             kept.append(_select(sampled[-1], np.flatnonzero(chosen).tolist()))
@@ -93,32 +91,23 @@ def collect(
 
 def _sample(
     context: Context,
-    rollout_params: Any,
     prompts: Prompts,
-    step: int,
-    policy_version: int,
     earlier: list[Collected],
     rewards: Callable[[Rollouts, Scores], np.ndarray] | None,
 ) -> Collected:
     """One round: the completions of ``prompts``, judged."""
     rollout_config, progress = context.rollout, context.progress
     total = len(prompts) * rollout_config.group_size
-    assert context.engine is not None
+    assert context.sampler is not None
     with context.timer.phase("rollout") as phase:
         progress.update("rollout", done=0, total=total)
         rollouts = rollout(
-            context.engine,
-            rollout_params,
+            context.sampler,
             prompts,
             group_size=rollout_config.group_size,
             sampling=rollout_config.sampling,
-            key=step_key(context.seed, step),
-            tokenizer=context.tokenizer,
-            stop=rollout_config.stop,
-            keep_special=rollout_config.keep_special_tokens,
-            policy_version=policy_version,
+            stream=TRAIN_STREAM,
             progress=partial(_report, progress, total, context.stop, earlier),
-            multi_turn=context.multi_turn,
         )
         phase.tokens = int(rollouts.sampled_lengths.sum())
     with context.timer.phase("rewards"):
@@ -127,11 +116,6 @@ def _sample(
         if rewards is not None:
             scores = scores._replace(rewards=rewards(rollouts, scores))
     return Collected(rollouts, scores, {})
-
-
-def step_key(seed: int, step: int) -> np.ndarray:
-    """[2] uint32: names the random numbers of a step's samples."""
-    return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), np.uint32(step))))
 
 
 def _report(progress: Progress, total: int, stop, earlier: list[Collected], done: int, tokens: int) -> None:
@@ -147,7 +131,7 @@ def _counts(sampled: list[Collected]) -> tuple[int, int]:
 
 
 def rollout_metrics(config: RewardsConfig, collected: Collected) -> dict[str, float]:
-    """What people watch of one step's samples, those that dynamic sampling drops included."""
+    """The figures of one step's samples, those that dynamic sampling drops included."""
     rollouts, scores = collected.rollouts, collected.scores
     task, lengths = scores.parts[config.task].reshape(-1, rollouts.group_size), rollouts.sampled_lengths
     found = {
@@ -155,7 +139,7 @@ def rollout_metrics(config: RewardsConfig, collected: Collected) -> dict[str, fl
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(rollouts.truncated.mean()),
         "algo/zero_spread_fraction": float(1.0 - spread(task).mean()),
-        "rollout/policy_version": min(rollouts.policy_versions),
+        "rollout/policy_version": min(version for s in rollouts.samples for version, _ in s.versions),
         "reward/abstained_fraction": float(np.isnan(scores.rewards).mean()),
         "reward/errors": float(sum(scores.errors.values())),
     }
@@ -173,7 +157,7 @@ def rollout_metrics(config: RewardsConfig, collected: Collected) -> dict[str, fl
 
 
 def judged_passes(task: np.ndarray, threshold: float) -> dict[int, np.ndarray]:
-    """Of each prompt with a judged sample, by its number: whether each judged sample passes.
+    """Passes of the judged samples, bool, by the number of their prompt; prompts without any are left out.
 
     Args:
         task: [P, G] rewards of the task term; NaN = abstained.
@@ -185,7 +169,7 @@ def judged_passes(task: np.ndarray, threshold: float) -> dict[int, np.ndarray]:
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Means over episodes, the environment's own metrics among them; none without an environment."""
-    episodes = rollouts.episodes
+    episodes, samples = rollouts.episodes, rollouts.samples
     if not episodes:
         return {}
     written = (rollouts.lengths - rollouts.sampled_lengths).mean()
@@ -197,9 +181,9 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         **{f"environment/{name}": value for name, value in means.items()},
         "environment/turns_mean": float(np.mean([e.turns for e in episodes])),
         "environment/tokens_mean": float(written),
-        "environment/rows_mean": float(np.mean([1 + len(e.rows) for e in episodes])),
+        "environment/rows_mean": float(np.mean([len(s.rows) for s in samples])),
         "environment/errors": float(sum(e.failure is not None for e in episodes)),
-        "environment/out_of_turns_fraction": float(np.mean([r == "turns" for r in rollouts.stop_reasons])),
+        "environment/out_of_turns_fraction": float(np.mean([s.stop_reason == "turns" for s in samples])),
         "environment/seconds": float(sum(e.seconds for e in episodes)),
     }
 
@@ -208,8 +192,8 @@ def sequences_of(rollouts: Rollouts) -> list[Sequence]:
     """Prompt and completion of each sample as one row of tokens, of an episode perhaps several; the policy's
     own tokens are scored."""
     found = []
-    for i in range(len(rollouts)):
-        for n, row in enumerate(rollouts.rows(i)):
+    for i, sample in enumerate(rollouts.samples):
+        for n, row in enumerate(sample.rows):
             before = np.zeros(len(row.prompt), np.float32)
             found.append(
                 Sequence(
@@ -254,21 +238,20 @@ def _join(items: list[Collected]) -> Collected:
 def sample_rows(completions: Rollouts, scores: Scores) -> list[dict[str, Any]]:
     """Completions as rows that a person can read."""
     rows: list[dict[str, Any]] = []
-    lengths = completions.sampled_lengths
-    for i, text in enumerate(completions.texts):
+    for i, sample in enumerate(completions.samples):
         rows.append(
             {
                 "prompt": completions.prompts.texts[i // completions.group_size],
-                "completion": text,
+                "completion": sample.text,
                 "answer": scores.answers[i],
                 "reward": float(scores.rewards[i]),
                 "rewards": {name: float(part[i]) for name, part in scores.parts.items()},
-                "stop_reason": completions.stop_reasons[i],
-                "length": int(lengths[i]),
-                "policy_version": completions.policy_versions[i],
-                "tokens": completions.tokens[i].tolist(),
+                "stop_reason": sample.stop_reason,
+                "length": sample.sampled_length,
+                "policy_version": min(version for version, _ in sample.versions),
+                "tokens": sample.tokens.tolist(),
             }
         )
-        if completions.episodes:
-            rows[-1]["messages"] = completions.episodes[i].messages
+        if sample.episode:
+            rows[-1]["messages"] = sample.episode.messages
     return rows

@@ -10,7 +10,6 @@ import optax
 
 from jaxrl.data.config import DataConfig
 from jaxrl.data.pipeline import PromptIterator, SftIterator
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import OptimConfig
 from jaxrl.learn.packing import BatchShape
@@ -19,8 +18,6 @@ from jaxrl.record.progress import Progress
 from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.config import RolloutConfig
-from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.episodes import MultiTurn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,6 @@ class Context:
     rollout: RolloutConfig
     rewards: RewardsConfig
     optim: OptimConfig
-    tokenizer: Tokenizer
     stream: PromptIterator | SftIterator
     """Prompts, or rows with completions: what the recipe trains on."""
     learner: Learner
@@ -41,10 +37,8 @@ class Context:
     batch_shape: BatchShape
     ref_params: Any
     """Frozen reference, train view; None when the recipe uses none."""
-    engine: Engine | None
+    sampler: Sampler | None
     """None when the run samples nothing."""
-    multi_turn: MultiTurn | None
-    """None: completions have one turn."""
     scorer: Scorer
     writer: MetricsWriter
     progress: Progress

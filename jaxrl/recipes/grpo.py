@@ -94,15 +94,13 @@ class Grpo(Recipe, PolicyLossConfig, AdvantageConfig, Aggregation):
         return 2 if self.advantage in ("group_mean", "leave_one_out") or self.dynamic_sampling else 1
 
     def step(
-        self, context: Context, state: TrainState, rollout_params: Any, step: int
+        self, context: Context, state: TrainState, step: int
     ) -> tuple[TrainState, dict[str, float]] | None:
         """Prompts -> rollouts -> rewards -> log-probs -> advantages -> updates."""
         longest = context.rollout.max_new_tokens
         collected = collect(
             context,
-            rollout_params,
             step,
-            policy_version=int(state.updates),
             rewards=partial(self.rewards, terms=context.rewards.terms, longest_tokens=longest),
             keep=keep_groups if self.dynamic_sampling else None,
             extra_rounds=self.extra_rounds,

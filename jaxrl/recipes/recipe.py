@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxrl.config import setting
 from jaxrl.learn.losses.loss import Loss
@@ -44,7 +44,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def step(
-        self, context: Context, state: TrainState, rollout_params: Any, step: int
+        self, context: Context, state: TrainState, step: int
     ) -> tuple[TrainState, dict[str, float]] | None:
         """One step: gather what to learn from, and update. ``state`` is donated to the first update.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from jaxrl.config import setting
 from jaxrl.data.pipeline import SftIterator
@@ -33,7 +32,7 @@ class Sft(Recipe, SftLossConfig, Aggregation):
         return SftLoss(config=self)
 
     def step(
-        self, context: Context, state: TrainState, rollout_params: Any, step: int
+        self, context: Context, state: TrainState, step: int
     ) -> tuple[TrainState, dict[str, float]] | None:
         """Rows -> batch -> update."""
         assert isinstance(context.stream, SftIterator)

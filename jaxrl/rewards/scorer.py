@@ -43,7 +43,7 @@ class Scorer:
             scores = self._pool.score(
                 [text for text in rollouts.prompts.texts for _ in range(group)],
                 rollouts.texts,
-                rollouts.sampled,
+                [sample.sampled for sample in rollouts.samples],
                 {name: [example.get(name) for example in examples] for name in names},
                 given=given,
                 failed=failed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxrl.config import ConfigError, factory, setting
@@ -11,7 +11,7 @@ from jaxrl.config import ConfigError, factory, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one completion is drawn. Evaluation has its own."""
+    """The way one completion is drawn, and what ends it."""
 
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -19,10 +19,17 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    stop: Sequence[str] = ()
+    """Strings that end a completion: its text is cut before the string, its ids behind the token that
+    completed it."""
+    stop_ids: Sequence[int] | None = None
+    """Ids that end it and belong to it; None: the engine's."""
+    seed: int | None = None
+    """Seed of its random numbers; None: the run's."""
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are excluded."""
+        """True when some tokens are excluded."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -97,7 +104,7 @@ class RolloutConfig:
     weight_dtype: Literal["float32", "bfloat16", "int8"] | None = setting(
         None,
         "dtype of the sampler's weights; null: model.compute_dtype. int8: the layers' matrices, with a scale "
-        "an output channel; sampler and trainer then differ, and algo.sampler_correction sees to it",
+        "an output channel; sampler and trainer then differ, and algo.sampler_correction corrects for it",
     )
     kv_cache_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the kv cache; null: model.compute_dtype"
@@ -136,7 +143,14 @@ class RolloutConfig:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            stop=tuple(self.stop),
+        )
 
 
 def check_context(limit: int, max_prompt_tokens: int, max_new_tokens: int, key: str = "") -> None:

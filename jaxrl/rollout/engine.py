@@ -4,7 +4,8 @@ What RL adds: a prompt is prefilled once and inserted into the slots of its whol
 alike are prefilled from their common start, many decode steps run in one dispatch (sampling, stop detection
 and log-probs on device), and when few sequences are left they are decoded as a smaller batch. All shapes are
 fixed when the engine is made, so nothing is compiled after ``warm_up``, whatever comes. The engine holds no
-weights: every call is given them; ``new_state`` forgets everything that old weights computed.
+weights: every call is given them; ``new_state`` forgets everything that old weights computed, and pages are
+shared only by prompts of the same version.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from jaxrl.ops.token_log_probs import scaled_logits
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.kv_cache import ROWS, KvCache, last_hidden
 from jaxrl.rollout.pages import PageTables, geometry
-from jaxrl.rollout.sampling import SamplingArrays, sample
-from jaxrl.rollout.state import DecodeState, Prefix, Request, Results, Slots
+from jaxrl.rollout.sampling import SamplingArrays, key_of, sample
+from jaxrl.rollout.state import DecodeState, Placement, Prefix, Request, Results, Slots, Starts
+
+MAX_STOP_IDS = 8
+"""Most stop ids that a request can have of its own, where the engine does not have more."""
 
 
 class Engine:
@@ -43,7 +47,7 @@ class Engine:
         prefill_rows: prompts prefilled at once; rounded likewise.
         max_prompt_tokens, max_new_tokens: no request may exceed them (ConfigError).
         decode_batches: compiled sizes of the decode batch: all slots, half of them, a quarter, ...
-        stop_ids: ids that end a completion; () samples to the limit.
+        stop_ids: ids that end a completion whose request has none of its own; () samples to the limit.
         vocab_limit: ids from here on are never sampled (the tokenizer's size).
         filters: whether requests may have top_k, top_p or min_p; False compiles no sorting.
         page_tokens, cache_bytes, share_prompts: see ``kv_cache``; None: 128 on TPU, else 32, and all the
@@ -86,6 +90,7 @@ class Engine:
         self.max_prompt_tokens, self.max_new_tokens = max_prompt_tokens, max_new_tokens
         self.steps_per_dispatch = steps_per_dispatch
         self.stop_ids = tuple(sorted(set(stop_ids)))
+        self.max_stop_ids = max(MAX_STOP_IDS, len(self.stop_ids))
         self.vocab_limit, self.filters = vocab_limit, filters
         self.share_prompts, self.multi_turn = share_prompts, multi_turn
         self.in_place = (
@@ -190,10 +195,40 @@ class Engine:
             prefix = step(params, piece, put(np.int32(c * self.chunk), self.mesh), prefix)
         return prefix
 
-    def reserve(self, prompt: np.ndarray, limit: int, slot: int | None = None) -> int | None:
+    def check(self, request: Request) -> None:
+        """Refuse what the engine was not made for.
+
+        Raises:
+            ConfigError: the prompt or the limit is too long.
+            ValueError: filters or stop ids that it has no room for.
+        """
+        sampling, tokens = request.sampling, len(request.prompt)
+        if not 1 <= tokens <= self.max_prompt_tokens:
+            raise ConfigError(
+                f"a prompt has {tokens} tokens; the engine takes 1 to {self.max_prompt_tokens}",
+                "data.max_prompt_tokens",
+            )
+        if sampling.max_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"max_new_tokens {sampling.max_new_tokens} exceeds the engine's {self.max_new_tokens}"
+            )
+        if sampling.filtered and not self.filters:
+            raise ValueError("top_k, top_p and min_p need an engine with filters")
+        if len(self.stop_ids_of(request)) > self.max_stop_ids:
+            raise ValueError(f"a request has more than {self.max_stop_ids} stop ids")
+
+    def stop_ids_of(self, request: Request) -> Sequence[int]:
+        """Ids that end the request's completion."""
+        own = request.sampling.stop_ids
+        return self.stop_ids if own is None else own
+
+    def reserve(
+        self, prompt: np.ndarray, limit: int, slot: int | None = None, version: int = 0
+    ) -> int | None:
         """A free slot (``slot`` itself when given) with pages for ``prompt`` and ``limit`` more tokens; None
-        when there is no room until another one is released."""
-        slot = self.tables.admit(prompt, len(prompt) + limit, slot)
+        when there is no room until another one is released. ``version`` is of the weights that compute the
+        prompt."""
+        slot = self.tables.admit(prompt, len(prompt) + limit, slot, version)
         if slot is not None:
             self.prompt_tokens[slot] = len(prompt)
         return slot
@@ -211,45 +246,40 @@ class Engine:
         self,
         params,
         state: DecodeState,
-        requests: Sequence[Request],
+        placements: Sequence[Placement],
         tokens: Sequence[np.ndarray],
         starts: Sequence[int],
-        key: np.ndarray,
     ) -> DecodeState:
-        """Continue paused or newly reserved slots: write ``tokens`` [n] int32 of each request into its pages,
-        from position ``starts`` on, and sample from there. ``Request.row`` is not used; the state is donated.
+        """Continue paused or newly reserved slots: write ``tokens`` [n] int32 of each into its pages,
+        from position ``starts`` on, and sample from there. ``Placement.row`` is not used; the state is
+        donated.
 
         Everything before ``starts`` has to be in the slot's cache, what lies at and behind it is forgotten.
         Pages that other slots share (of a prompt, full ones) must not be written to.
         """
         local, per = self.cache.geometry.slots, self.prefill_rows // self.shards
-        queues = [[i for i, r in enumerate(requests) if r.slot // local == s] for s in range(self.shards)]
+        queues = [[i for i, p in enumerate(placements) if p.slot // local == s] for s in range(self.shards)]
         while any(queues):
             rows = {s * per + n: i for s, queue in enumerate(queues) for n, i in enumerate(queue[:per])}
             queues = [queue[per:] for queue in queues]
-            placed = [dataclasses.replace(requests[i], row=row) for row, i in rows.items()]
+            placed = [dataclasses.replace(placements[i], row=row) for row, i in rows.items()]
             pieces = [(tokens[i], starts[i]) for i in rows.values()]
-            state = self._append(params, state, placed, pieces, key)
-            self.active[[r.slot for r in placed]] = True
+            state = self._append(params, state, placed, pieces)
+            self.active[[p.slot for p in placed]] = True
         return state
 
-    def insert(
-        self, prefix: Prefix, state: DecodeState, requests: Sequence[Request], key: np.ndarray
-    ) -> DecodeState:
-        """Write prefixes into the pages of reserved slots and start their sequences. ``key`` [2] uint32 is
-        the step's; the state is donated."""
-        if not self.filters and any(r.sampling.filtered for r in requests):
-            raise ValueError("top_k, top_p and min_p need an engine with filters")
+    def insert(self, prefix: Prefix, state: DecodeState, placements: Sequence[Placement]) -> DecodeState:
+        """Write prefixes into the pages of reserved slots and start their sequences. The state is donated."""
         slots, cache = state
         lengths, tables = self.prompt_tokens, self.tables
         wanted = [
-            (r.slot, r.row, int(lengths[r.slot]), tables.to_write.pop(r.slot), tables.table[r.slot])
-            for r in requests
+            (p.slot, p.row, int(lengths[p.slot]), tables.to_write.pop(p.slot), tables.table[p.slot])
+            for p in placements
         ]
         for plan in self.cache.plan(wanted):
             cache = self._write_jit(prefix, cache, plan)
-        slots = self._start_jit(prefix, slots, self._as_arrays(requests), key)
-        self.active[[r.slot for r in requests]] = True
+        slots = self._start_jit(prefix, slots, put(self.starts(placements), self.mesh))
+        self.active[[p.slot for p in placements]] = True
         return DecodeState(slots, cache)
 
     def generate(self, params, state: DecodeState, *, refill: bool = False) -> tuple[DecodeState, Results]:
@@ -272,13 +302,13 @@ class Engine:
     def warm_up(self, params) -> None:
         """Compile every program, so that nothing is compiled later. All slots are empty afterwards."""
         state = self.new_state()
-        key, prompt = np.zeros(2, np.uint32), np.zeros(1, np.int32)
+        prompt = np.zeros(1, np.int32)
         one = self.prefill(params, [prompt])
         for prefix in (one, self._repeat_jit(one), self.prefill(params, [prompt] * self.prefill_rows)):
-            state = self.insert(prefix, state, [], key)
+            state = self.insert(prefix, state, [])
             state = state._replace(cache=self._write_jit(prefix, state.cache, self.cache.no_writes()))
         if self.multi_turn:
-            state = self._append(params, state, [], [], key)
+            state = self._append(params, state, [], [])
         for size in self.batches:
             state, _ = self._run(params, state, np.full((self.shards, size), self.cache.geometry.slots), 0, 0)
         self.warm = True
@@ -303,47 +333,25 @@ class Engine:
         valid = rows.reshape(-1) < self.cache.geometry.slots
         return state, Results(slots[valid], *(np.asarray(x)[valid] for x in found))
 
-    def _append(self, params, state, requests, pieces, key) -> DecodeState:
-        """One call of the program: request.row is where its (tokens, start) go."""
+    def _append(self, params, state, placements, pieces) -> DecodeState:
+        """One call of the program: ``Placement.row`` is where its (tokens, start) go."""
         slots, cache = state
         count, local = self.prefill_rows, self.cache.geometry.slots
         at = np.full(count, local, np.int32)
         table = np.zeros((count, self.cache.geometry.width), np.int32)
         tokens = np.zeros((count, self.cache.append_tokens), np.int32)
         start, length = np.zeros((2, count), np.int32)
-        for r, (piece, first) in zip(requests, pieces, strict=True):
-            self.tables.to_write.pop(r.slot, None)
-            at[r.row], table[r.row] = r.slot % local, self.tables.table[r.slot]
-            start[r.row], length[r.row], tokens[r.row, : len(piece)] = first, len(piece), piece
+        for p, (piece, first) in zip(placements, pieces, strict=True):
+            self.tables.to_write.pop(p.slot, None)
+            at[p.row], table[p.row] = p.slot % local, self.tables.table[p.slot]
+            start[p.row], length[p.row], tokens[p.row, : len(piece)] = first, len(piece), piece
         batch = put((at, table, tokens, start, length), self.mesh, ROWS)
         prefix, cache = self._append_jit(params, cache, *batch)
-        return DecodeState(self._start_jit(prefix, slots, self._as_arrays(requests), key), cache)
+        return DecodeState(self._start_jit(prefix, slots, put(self.starts(placements), self.mesh)), cache)
 
-    def _as_arrays(self, requests: Sequence[Request]) -> Any:
-        """What ``_start`` takes, padded to the number of slots: (slots, rows, ids [B, 2], positions, limits,
-        sampling, tables)."""
-
-        def column(values, dtype, fill=0):
-            padding = [fill] * (self.slots - len(requests))
-            return np.array([*values, *padding], dtype)
-
-        slots = column((r.slot for r in requests), np.int32, self.slots)
-        names = [
-            column(((r.prompt_id, r.sample_index)[i] % 2**32 for r in requests), np.uint32) for i in (0, 1)
-        ]
-        sampling = SamplingArrays(
-            *(
-                column((getattr(r.sampling, name) for r in requests), dtype)
-                for name, dtype in zip(
-                    SamplingArrays._fields, (np.float32, np.int32, *[np.float32] * 2), strict=True
-                )
-            )
-        )
-        limits = column((r.sampling.max_new_tokens for r in requests), np.int32)
-        positions = column((r.position for r in requests), np.int32)
-        rows = column((r.row for r in requests), np.int32)
-        tables = self.tables.table[np.minimum(slots, self.slots - 1)]
-        return put((slots, rows, *names, positions, limits, sampling, tables), self.mesh)
+    def starts(self, placements: Sequence[Placement]) -> Starts:
+        """Arrays of the host that tell a program about them."""
+        return Starts.of(placements, self.tables.table, self.stop_ids, self.max_stop_ids)
 
     # ---- the programs ----
 
@@ -358,6 +366,7 @@ class Engine:
             limit=full(jnp.int32),
             keys=full(jnp.uint32, 2),
             sampling=SamplingArrays(full(jnp.float32), full(jnp.int32), full(jnp.float32), full(jnp.float32)),
+            stop_ids=full(jnp.int32, self.max_stop_ids),
             table=full(jnp.int32, self.cache.geometry.width),
         )
         return DecodeState(slots, self.cache.empty())
@@ -383,23 +392,19 @@ class Engine:
         hidden, cache = self.model.extend(params, tokens, positions, prefix.cache)
         return Prefix(cache, last_hidden(hidden, prefix.lengths - start, prefix.hidden), prefix.lengths)
 
-    def _start(self, prefix: Prefix, slots: Slots, requests, key) -> Slots:
-        at, rows, prompt_ids, sample_index, positions, limits, sampling, table = requests
-
+    def _start(self, prefix: Prefix, slots: Slots, starts: Starts) -> Slots:
         def fill(array, values):
-            return array.at[at].set(values, mode="drop")
+            return array.at[starts.slots].set(values, mode="drop")
 
-        fold = jax.vmap(
-            lambda p, s: jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), p), s)
-        )
         return Slots(
-            hidden=fill(slots.hidden, prefix.hidden[rows]),
-            length=fill(slots.length, prefix.lengths[rows]),
-            generated=fill(slots.generated, positions),
-            limit=fill(slots.limit, positions + limits),
-            keys=fill(slots.keys, jax.random.key_data(fold(prompt_ids, sample_index))),
-            sampling=jax.tree.map(fill, slots.sampling, sampling),
-            table=fill(slots.table, table),
+            hidden=fill(slots.hidden, prefix.hidden[starts.rows]),
+            length=fill(slots.length, prefix.lengths[starts.rows]),
+            generated=fill(slots.generated, starts.positions),
+            limit=fill(slots.limit, starts.positions + starts.limits),
+            keys=fill(slots.keys, jax.random.key_data(jax.vmap(key_of)(starts.names))),
+            sampling=jax.tree.map(fill, slots.sampling, starts.sampling),
+            stop_ids=fill(slots.stop_ids, starts.stop_ids),
+            table=fill(slots.table, starts.tables),
         )
 
     def _generate(self, params, state: DecodeState, rows, limits):
@@ -469,7 +474,7 @@ class Engine:
             mesh=self.mesh,
         )
         generated = slots.generated + active
-        stop = active & jnp.isin(tokens, jnp.array(self.stop_ids, jnp.int32))
+        stop = active & (tokens[:, None] == slots.stop_ids).any(-1)
         still = active & ~stop & (generated < slots.limit)
         positions = jnp.where(still, slots.length, -1)
 

@@ -6,7 +6,7 @@ sampled, with loss weight 0. Where the rendered conversation does not begin with
 template rewrites earlier messages, the episode goes on in a new row, whose prompt is the conversation as
 rendered now.
 
-No device code here: ``scheduler.py`` samples a turn, tells ``Episodes`` when it has ended, and is told how
+No device code here: ``sampler.py`` samples a turn, tells ``Episodes`` when it has ended, and is told how
 the episode goes on.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,15 @@ from jaxrl.environments import calls
 from jaxrl.environments.config import EnvironmentConfig
 from jaxrl.environments.pool import EnvironmentPool
 from jaxrl.host import distributed
-from jaxrl.types import Episode, Prompts, Row
+from jaxrl.rollout.state import Request
+from jaxrl.types import Episode, Row, Sample
 
 logger = logging.getLogger("jaxrl")
 
 
 class MultiTurn:
-    """What makes completions episodes: an environment, a chat template, and limits. Close it: it owns
-    processes. Only the first process has an environment; the others are told what it says.
+    """The parts that make completions episodes: an environment, a chat template, and limits. Close it: it
+    owns processes. Only the first process has an environment; the others are told what it says.
 
     Raises:
         ConfigError: the environment cannot be made, or the chat template does not show what it says.
@@ -75,37 +76,9 @@ class Turn:
 
 
 @dataclasses.dataclass
-class _Row:
-    prompt: np.ndarray
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    mask: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-
-    def append(self, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> None:
-        """Without log-probs: an environment's tokens."""
-        self.tokens += tokens
-        self.mask += [int(log_probs is not None)] * len(tokens)
-        self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def ids(self) -> np.ndarray:
-        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
-
-    def finished(self) -> Row:
-        return Row(
-            prompt=self.prompt,
-            tokens=np.array(self.tokens, np.int32),
-            loss_mask=np.array(self.mask, np.float32),
-            rollout_log_probs=np.array(self.log_probs, np.float32),
-        )
-
-
-@dataclasses.dataclass
 class _Episode:
-    rows: list[_Row]
+    request: Request
+    rows: list[Row]
     context: str
     """Text of the ids of the newest row."""
     messages: list[calls.Message]
@@ -125,47 +98,33 @@ class _Episode:
 
 
 class Episodes:
-    """The B = P * G episodes of one rollout. ``limits`` [B] are tokens of each, observations included."""
+    """The episodes that are under way, by the number of their request."""
 
-    def __init__(
-        self,
-        parts: MultiTurn,
-        prompts: Prompts,
-        group_size: int,
-        *,
-        limits: Sequence[int],
-    ):
-        self._parts, self._prompts = parts, prompts
-        self._limits = limits
+    def __init__(self, parts: MultiTurn):
+        self._parts = parts
         self._open: set[int] = set()
-        self._episodes = [
-            _Episode(
-                rows=[_Row(tokens)],
-                context=text,
-                messages=list(parts.renderer.opening(example, text)),
-            )
-            for tokens, text, example in zip(prompts.tokens, prompts.texts, prompts.examples, strict=True)
-            for _ in range(group_size)
-        ]
-        self._group_size = group_size
+        self._episodes: dict[int, _Episode] = {}
+
+    def begin(self, i: int, request: Request) -> None:
+        """The request's limit is tokens of the whole episode, observations included."""
+        messages = list(self._parts.renderer.opening(request.example, request.text))
+        self._episodes[i] = _Episode(request, [Row.of(request.prompt)], request.text, messages)
 
     def turn_limit(self, room: int) -> int:
-        """Most tokens of a turn, where an episode has room for so many."""
+        """Most tokens of a turn, where an episode has ``room`` for more."""
         return min(self._parts.config.turn_tokens or room, room)
 
     @property
     def waiting(self) -> bool:
-        """Whether the environment has been asked for something."""
+        """True while the environment owes an answer."""
         return bool(self._open)
 
-    def turn_ended(
-        self, i: int, tokens: list[int], log_probs: list[float], *, stopped: bool, text: str, overshoot: int
-    ) -> bool:
-        """Take a turn, with its decoded text; a turn that was not ``stopped`` was cut by a limit. False: the
-        episode is over. True: the environment has been asked."""
+    def turn_ended(self, i: int, turn: Row, *, stopped: bool, text: str, overshoot: int) -> bool:
+        """Take the tokens of a turn, with its decoded text; a turn that was not ``stopped`` was cut by a
+        limit. False: the episode is over. True: the environment has been asked."""
         e, tokenizer = self._episodes[i], self._parts.tokenizer
-        before = e.rows[-1].ids
-        e.rows[-1].append(tokens, log_probs)
+        before, tokens = _ids(e.rows[-1]), turn.tokens.tolist()
+        e.rows[-1] = e.rows[-1].sampled(turn.tokens, turn.rollout_log_probs, turn.versions)
         e.turns, e.position, e.overshoot, e.text = e.turns + 1, e.position + len(tokens), overshoot, text
         # The end of a turn is the template's to write; any other stop id is part of what was said.
         ended = stopped and tokens[-1] in self._parts.renderer.stop_ids
@@ -176,7 +135,7 @@ class Episodes:
         if not stopped:
             e.stop_reason = "length"
             return False
-        example = self._prompts.examples[i // self._group_size] if e.turns == 1 else None
+        example = e.request.example if e.turns == 1 else None
         if self._parts.pool is not None:
             self._parts.pool.submit(
                 calls.Call(episode=i, messages=list(e.messages), state=e.state, example=example)
@@ -192,36 +151,31 @@ class Episodes:
             found = self._parts.pool.poll(block=block)
             arrived = [[i, dataclasses.asdict(outcome)] for i, outcome in found]
         for i, message in distributed.broadcast(arrived):
-            self._open.remove(i)
-            yield i, self._answered(i, calls.outcome(message))
+            if i in self._open:  # else it was cancelled
+                self._open.remove(i)
+                yield i, self._answered(i, calls.outcome(message))
 
-    def cancel(self) -> None:
-        """Give up what the environment has been asked."""
-        if self._parts.pool is not None:
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Give up episodes, and the environment's answers to them."""
+        asked = bool(self._open)
+        self._open -= set(numbers)
+        for i in numbers:
+            self._episodes.pop(i, None)
+        if asked and not self._open and self._parts.pool is not None:
             self._parts.pool.cancel()
 
-    def results(self) -> dict[str, list[Any]]:
-        """The fields of ``Rollouts`` that are lists over episodes."""
-        rows = [[row.finished() for row in e.rows] for e in self._episodes]
-        return {
-            "tokens": [own[0].tokens for own in rows],
-            "loss_mask": [own[0].loss_mask for own in rows],
-            "rollout_log_probs": [own[0].rollout_log_probs for own in rows],
-            "stop_reasons": [e.stop_reason for e in self._episodes],
-            "texts": [e.text for e in self._episodes],
-            "episodes": [
-                Episode(
-                    turns=e.turns,
-                    reward=e.reward,
-                    metrics=dict(e.metrics),
-                    seconds=e.seconds,
-                    failure=e.failure,
-                    messages=e.messages,
-                    rows=own[1:],
-                )
-                for e, own in zip(self._episodes, rows, strict=True)
-            ],
-        }
+    def finish(self, i: int) -> Sample:
+        """The sample of an episode that is over, which is forgotten."""
+        e = self._episodes.pop(i)
+        episode = Episode(
+            turns=e.turns,
+            reward=e.reward,
+            metrics=dict(e.metrics),
+            seconds=e.seconds,
+            failure=e.failure,
+            messages=e.messages,
+        )
+        return Sample(rows=e.rows, stop_reason=e.stop_reason, text=e.text, episode=episode)
 
     def _answered(self, i: int, outcome: calls.Outcome) -> Turn | None:
         e = self._episodes[i]
@@ -246,9 +200,10 @@ class Episodes:
         e = self._episodes[i]
         config, tokenizer = self._parts.config, self._parts.tokenizer
         answers = [{**m, "content": tokenizer.cut(m["content"], config.observation_tokens)} for m in messages]
-        text = self._rendered(e, answers, self._prompts.examples[i // self._group_size])
-        row, before = e.rows[-1], len(e.rows[-1])
-        ids = row.ids
+        text = self._rendered(e, answers, e.request.example)
+        row = e.rows[-1]
+        ids = _ids(row)
+        before = len(ids)
         new: list[int] | None = None
         if text.startswith(e.context):
             new, same = tokenizer.encode_after(e.context, text[len(e.context) :]), before
@@ -256,14 +211,14 @@ class Episodes:
         else:
             old, ids = ids, np.array(tokenizer.encode(text), np.int32)
             same = int(np.argmin([*(a == b for a, b in zip(old, ids, strict=False)), False]))
-        room = len(e.rows[0].prompt) + self._limits[i] - len(ids)
+        room = len(e.request.prompt) + e.request.sampling.max_new_tokens - len(ids)
         if room < 1:
             return None
         if new is not None:
-            row.append(new)
+            e.rows[-1] = row.observed(np.array(new, np.int32))
             e.position += len(new)
         else:
-            e.rows.append(_Row(ids))
+            e.rows.append(Row.of(ids))
         e.context = text
         start = min(same, before - 1, len(ids) - 1)
         return Turn(
@@ -288,3 +243,7 @@ class Episodes:
             if text.startswith(e.context):
                 break
         return text
+
+
+def _ids(row: Row) -> np.ndarray:
+    return np.concatenate([row.prompt, row.tokens])

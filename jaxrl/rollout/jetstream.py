@@ -7,6 +7,7 @@ archived in February 2026 and pulls TensorFlow, so nothing but ``jaxrl.run.serve
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import itertools
 import logging
 import re
@@ -14,7 +15,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,7 +31,8 @@ from jaxrl.config import ConfigError  # noqa: E402
 from jaxrl.data.tokenizer import Tokenizer  # noqa: E402
 from jaxrl.rollout.config import Sampling  # noqa: E402
 from jaxrl.rollout.engine import Engine  # noqa: E402
-from jaxrl.rollout.state import DecodeState, Prefix, Request  # noqa: E402
+from jaxrl.rollout.sampling import EVAL_STREAM  # noqa: E402
+from jaxrl.rollout.state import DecodeState, Placement, Prefix, Request  # noqa: E402
 
 _NO_BOS = -1
 """JetStream puts ``bos_id`` before the ids that a client sends; for a model without BOS this is it."""
@@ -59,9 +60,9 @@ class JetStreamEngine(engine_api.Engine):
     def __init__(self, engine: Engine, params: Any, tokenizer: Tokenizer, sampling: Sampling, seed: int = 0):
         if engine.steps_per_dispatch != 1:
             raise ValueError(f"steps_per_dispatch is {engine.steps_per_dispatch}; JetStream needs 1")
-        self._engine, self._params, self._sampling = engine, params, sampling
+        self._engine, self._params = engine, params
+        self._sampling = dataclasses.replace(sampling, seed=seed)
         self._tokenizer = JetStreamTokenizer(tokenizer, engine.stop_ids)
-        self._key = np.asarray(jax.random.key_data(jax.random.key(seed)))
         self._numbers = itertools.count()
         self._taken: set[int] = set()
         self._lengths = np.zeros(engine.slots, np.int32)
@@ -91,7 +92,7 @@ class JetStreamEngine(engine_api.Engine):
         return Prefilled(prompt, self._engine.prefill(params, [prompt], existing))
 
     def insert(self, prefix: Prefilled, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Start a request in ``slot``, whatever was there."""
+        """Start a request in ``slot``, and end the one that had it."""
         self._end(slot)
         limit = self._sampling.max_new_tokens
         if self._engine.reserve(prefix.prompt, limit, slot) is None:
@@ -100,9 +101,13 @@ class JetStreamEngine(engine_api.Engine):
         self._lengths[slot] = 0
         self._tokenizer.forget(slot)
         request = Request(
-            slot=slot, row=0, sampling=self._sampling, prompt_id=next(self._numbers), sample_index=0
+            prompt=prefix.prompt,
+            sampling=self._sampling,
+            stream=EVAL_STREAM,
+            prompt_id=next(self._numbers),
         )
-        return self._engine.insert(prefix.prefix, decode_state, [request], self._key)
+        placement = Placement(request=request, slot=slot, limit=limit)
+        return self._engine.insert(prefix.prefix, decode_state, [placement])
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
         """One token for every running slot. A slot that has ended gives an invalid one, which ends its
@@ -189,7 +194,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """Our tokenizer as JetStream calls it: a token at a time, slot after slot.
 
     A token of a byte-level vocabulary may be part of a character only, so each slot has a decoder that holds
-    back what is no whole character yet.
+    back characters that are not complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]):

@@ -42,7 +42,7 @@ def turned(rows: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class KvCache:
-    """How a cache is laid out; the arrays themselves, {layer: {"k", "v"} [pages, K, page, H]}, are passed
+    """Layout of a cache; the arrays themselves, {layer: {"k", "v"} [pages, K, page, H]}, are passed
     in."""
 
     model: Model
@@ -62,7 +62,7 @@ class KvCache:
 
     @property
     def spec(self) -> P:
-        """How pages lie: over the batch axes, kv heads over tensor."""
+        """Sharding of pages: over the batch axes, kv heads over tensor."""
         return self.model.cache_specs(self.mesh)["0"]["k"]
 
     @property
@@ -160,9 +160,9 @@ class KvCache:
         return self._by_layer(one, writes, cache, turned(prefix))
 
     def plan(self, requests: Sequence[tuple[int, int, int, Sequence[int], np.ndarray]]) -> Iterator[Any]:
-        """What ``write`` has to be told, call by call, for (slot, row of the prefix, prompt tokens, prompt
+        """The plans that ``write`` takes, call by call, for (slot, row of the prefix, prompt tokens, prompt
         pages to write, table) of each request: three int32 [shards * writes] (row, page of the prompt, page
-        of the pool) for each kind of page table. Page 0 takes what is left over."""
+        of the pool) for each kind of page table. Page 0 takes the rest."""
         g = self.geometry
         todo: dict[int, list[list[tuple[int, int, int]]]] = {
             key: [[] for _ in range(self.shards)] for key in (0, *g.rings)

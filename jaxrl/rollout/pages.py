@@ -2,9 +2,9 @@
 
 Every shard of the batch axes has its own slots and its own pool of pages. A sequence gets the pages of its
 prompt and of all tokens it may sample when it is admitted, so a running sequence never lacks one. Full pages
-of a prompt are found by a hash of all tokens up to their end and shared by reference: samples of one prompt
-share them all, prompts that start alike share the start. The page that the first sampled token is written to
-is never shared.
+of a prompt are found by a hash of the weights' version and all tokens up to their end, and shared by
+reference: samples of one prompt share them all, prompts that start alike share the start. What other weights
+computed is never found. The page that the first sampled token is written to is never shared.
 
 Layers with a sliding window keep a ring of pages for each slot instead: as many as the window can touch.
 """
@@ -96,15 +96,16 @@ class PageTables:
         self._known: list[dict[bytes, int]] = [{} for _ in range(shards)]
         self._key: list[dict[int, bytes]] = [{} for _ in range(shards)]
 
-    def admit(self, prompt: np.ndarray, tokens: int, slot: int | None = None) -> int | None:
+    def admit(self, prompt: np.ndarray, tokens: int, slot: int | None = None, version: int = 0) -> int | None:
         """A slot (``slot`` itself when given) with pages for ``prompt`` int32 [n] and up to ``tokens`` tokens
         in all; None when there is no room now. ``to_write`` then has its pages that nobody fills yet.
 
-        The shard that already holds most of the prompt is taken, then the emptiest one.
+        Pages are shared among prompts of one ``version`` of the weights. The shard that already holds most of
+        the prompt is taken, then the emptiest one.
         """
         size = self.geometry.page_tokens
         count = -(-tokens // size)
-        keys = list(_keys(prompt, size)) if self.share else []
+        keys = list(_keys(prompt, size, version)) if self.share else []
 
         def found(shard: int) -> list[int]:
             known = self._known[shard]
@@ -153,9 +154,9 @@ class PageTables:
         self._free_slots[shard].add(local)
 
 
-def _keys(prompt: np.ndarray, size: int) -> Iterator[bytes]:
+def _keys(prompt: np.ndarray, size: int, version: int) -> Iterator[bytes]:
     """A hash for each full page of a prompt, of all its tokens up to the page's end."""
-    key = b""
+    key = str(version).encode()
     for start in range(0, len(prompt) - size + 1, size):
         page = np.ascontiguousarray(prompt[start : start + size], np.int32)
         key = hashlib.blake2b(key + page.tobytes(), digest_size=16).digest()

@@ -23,7 +23,6 @@ from jaxrl.compile.program import (
 )
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.kv_cache import ROWS
-from jaxrl.rollout.sampling import SamplingArrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class _Programs:
     def __init__(self, engine: Engine, params: Any, demand: Demand | None):
         self.engine, self.params, self.demand = engine, params, demand
         self.state = jax.eval_shape(engine._new_state)
-        self.requests = (self.state.slots, _request_shapes(engine), jax.ShapeDtypeStruct((2,), np.uint32))
+        self.starts = self.state.slots, _start_shapes(engine)
         self.weights = Resident(name=ROLLOUT_PARAMS, shapes=params)
         self.cache = Resident(name=CACHE, shapes=self.state.cache, phases=(ROLLOUT,))
         self.prefills = self.inserts = self.appends = self.decode_steps = 0.0
@@ -140,7 +139,7 @@ class _Programs:
             reads=(self.cache, held), calls=often * self.inserts,
         )  # fmt: skip
         yield self._program(
-            f"start/{n}", engine._start_jit, prefix, *self.requests, fills=True, calls=often * self.inserts
+            f"start/{n}", engine._start_jit, prefix, *self.starts, fills=True, calls=often * self.inserts
         )
 
     def _continuations(self) -> Iterator[Program]:
@@ -159,7 +158,7 @@ class _Programs:
         )  # fmt: skip
         last, _ = jax.eval_shape(engine._append_jit, *args)
         yield self._program(
-            "start/append", engine._start_jit, last, *self.requests, fills=True, calls=self.appends
+            "start/append", engine._start_jit, last, *self.starts, fills=True, calls=self.appends
         )
 
     def _prefix(self, n: int, shapes: Any) -> Resident:
@@ -173,13 +172,6 @@ class _Programs:
         return Program(name=name, phase=ROLLOUT, jitted=jitted, args=args, mesh=self.engine.mesh, **facts)
 
 
-def _request_shapes(engine: Engine) -> Any:
-    """What ``insert`` and ``append`` tell about requests, see ``Engine._as_arrays``."""
-
-    def column(dtype, *dims):
-        return array((engine.slots, *dims), dtype, engine.mesh)
-
-    ints, names, floats = column(np.int32), column(np.uint32), column(np.float32)
-    sampling = SamplingArrays(floats, ints, floats, floats)
-    table = column(np.int32, engine.cache.geometry.width)
-    return ints, ints, names, names, ints, ints, sampling, table
+def _start_shapes(engine: Engine) -> Any:
+    """What ``insert`` and ``append`` tell about the sequences that they start."""
+    return jax.tree.map(lambda x: array(x.shape, x.dtype, engine.mesh), engine.starts([]))

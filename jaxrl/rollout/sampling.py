@@ -1,15 +1,15 @@
 """From logits to one token a row: temperature, top-k, top-p, min-p, and the draw itself.
 
 The draw takes one uniform number a row and inverts the cumulative distribution, so a token costs one random
-number and not one for each id of the vocabulary. Which number a token gets depends on (run seed, step, prompt
-id, sample index, position) alone: slots, batch size, order and mesh cannot change it.
+number and not one for each id of the vocabulary. Which number a token gets depends on (run seed, stream,
+prompt id, sample index, position) alone: step, slots, batch size, order and mesh cannot change it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,28 @@ _SMALLEST = 2.0**-24
 """The smallest uniform number: draws tell no smaller probabilities apart."""
 
 
+TRAIN_STREAM, EVAL_STREAM = 0, 1
+"""Streams of prompts: in each of them a prompt id stands for one prompt and is sampled once in a run."""
+
+
+class Names(NamedTuple):
+    """Name the random numbers of B sequences, uint32 [B] each; one for each token follows from its position
+    in the completion."""
+
+    seed: Any
+    stream: Any
+    prompt_id: Any
+    sample_index: Any
+
+
+def key_of(names: Names) -> jax.Array:
+    """The key of one sequence, whose names are scalars."""
+    key = jax.random.key(names.seed)
+    for name in (names.stream, names.prompt_id, names.sample_index):
+        key = jax.random.fold_in(key, name)
+    return key
+
+
 class SamplingArrays(NamedTuple):
     """Sampling parameters of B rows, [B] each: float32 temperature (0: greedy), int32 top_k (0: off), float32
     top_p, min_p."""
@@ -39,7 +61,7 @@ class SamplingArrays(NamedTuple):
 def filter_logits(logits: jax.Array, params: SamplingArrays) -> jax.Array:
     """logits [B, V], already divided by the temperature -> the same with excluded tokens at -inf.
 
-    In the order of transformers' processors: top-k (ties at the border stay), then top-p of what is left (at
+    In the order of transformers' processors: top-k (ties at the border stay), then top-p of the rest (at
     least one token stays), then min-p.
     """
     vocab = logits.shape[-1]
@@ -91,7 +113,7 @@ def _draw(logits, top, uniform, axis: str | None) -> tuple[jax.Array, jax.Array]
 
 
 def _invert(mass, target):
-    """First index where the cumulative sum of mass [B, n] exceeds target [B], and what of target is left at
+    """First index where the cumulative sum of mass [B, n] exceeds target [B], and the rest of target at
     its start. Rounding may put target at or past the total: then the last index that has mass."""
     cumulative = jnp.cumsum(mass, axis=-1)
     index = jnp.sum(cumulative <= target[:, None], axis=-1)

@@ -10,37 +10,29 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxrl.config import ConfigError, given_path
 from jaxrl.host.preemption import check
-from jaxrl.recipes.collect import episode_metrics, judged_passes, step_key
+from jaxrl.recipes.collect import episode_metrics, judged_passes
 from jaxrl.record.progress import Progress
 from jaxrl.rewards.pool import Scores
 from jaxrl.rewards.scorer import Scorer
-from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.episodes import MultiTurn
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import EVAL_STREAM
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Setup, split_checkpoint
 from jaxrl.store.folders import Folder, is_remote
 from jaxrl.types import Prompts, Rollouts
 
-EVAL_STREAM = 2**31
-"""Names evaluation's random numbers, apart from every training step's."""
-
 
 def evaluate(
     parts: Setup,
-    engine: Engine,
-    rollout_params: Any,
+    sampler: Sampler,
     prompts: Prompts,
     scorer: Scorer,
     *,
-    multi_turn: MultiTurn | None = None,
-    policy_version: int = 0,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> tuple[dict[str, float], Rollouts, Scores]:
@@ -59,18 +51,12 @@ def evaluate(
 
     report(0, 0)
     completions = rollout(
-        engine,
-        rollout_params,
+        sampler,
         prompts,
         group_size=config.eval.samples,
         sampling=config.eval_sampling,
-        key=step_key(config.seed, EVAL_STREAM),
-        tokenizer=parts.tokenizer,
-        stop=config.rollout.stop,
-        keep_special=config.rollout.keep_special_tokens,
-        policy_version=policy_version,
+        stream=EVAL_STREAM,
         progress=report,
-        multi_turn=multi_turn,
     )
     scores = scorer.score(completions)
     return metrics(config, completions, scores), completions, scores

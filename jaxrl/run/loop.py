@@ -143,8 +143,10 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         try:
             check(r.context.stop)
             rollout_params = programs.refresh(state.params) if programs.refresh else None
+            if context.sampler is not None:
+                context.sampler.swap(rollout_params, updates)
             if pending is not None:
-                metrics = pending | evaluation(r, rollout_params, done, updates)
+                metrics = pending | evaluation(r, done)
                 latest, pending = latest | metrics, None
                 record(r, done, metrics, compilations)
                 if saved == done:
@@ -155,7 +157,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                     r.context.stop.set()
                 profiler.step(step)
                 # 1 to 7: gather what to learn from, and update.
-                outcome = config.algo.step(context, state, rollout_params, step)
+                outcome = config.algo.step(context, state, step)
                 if outcome is None:
                     tell_data_ended(r, done, updates)
                     break
@@ -167,11 +169,13 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 if programs.refresh:
                     with r.context.timer.phase("refresh"):
                         rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
+                if context.sampler is not None:
+                    context.sampler.swap(rollout_params, updates)
                 # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
                 # knows.
                 if _due(config.eval.every, step) or (config.eval.at_end and last):
                     pending = metrics
-                    metrics = metrics | evaluation(r, rollout_params, step, updates)
+                    metrics = metrics | evaluation(r, step)
                 latest, pending = latest | metrics, None
                 record(r, step, metrics, compilations)
                 r.watch.step(metrics)
@@ -239,21 +243,19 @@ def tell_data_ended(r: Run, done: int, updates: int) -> None:
     )
 
 
-def evaluation(r: Run, rollout_params: Any, step: int, policy_version: int) -> dict[str, float]:
-    """Held-out numbers of these weights. A supervised run keeps the completions: it has no other
+def evaluation(r: Run, step: int) -> dict[str, float]:
+    """Held-out numbers of the sampler's weights. A supervised run keeps the completions: it has no other
     samples."""
-    assert r.programs.engine is not None and r.held_out is not None
-    with r.context.timer.phase("eval") as phase:
+    context = r.context
+    assert context.sampler is not None and r.held_out is not None
+    with context.timer.phase("eval") as phase:
         found, completions, scores = evaluate(
             r.parts,
-            r.programs.engine,
-            rollout_params,
+            context.sampler,
             r.held_out,
-            r.context.scorer,
-            multi_turn=r.context.multi_turn,
-            policy_version=policy_version,
-            progress=r.context.progress,
-            stop=r.context.stop,
+            context.scorer,
+            progress=context.progress,
+            stop=context.stop,
         )
         phase.tokens = int(completions.sampled_lengths.sum())
     if not r.parts.config.trains_on_rollouts:
@@ -302,14 +304,12 @@ def open_run(
         rollout=config.rollout,
         rewards=config.rewards,
         optim=config.optim,
-        tokenizer=parts.tokenizer,
         stream=data,
         learner=programs.learner,
         schedule=programs.schedule,
         batch_shape=parts.batch_shape,
         ref_params=parts.initial_params(origin) if config.algo.uses_reference else None,
-        engine=programs.engine,
-        multi_turn=parts.multi_turn(stack) if config.samples_completions else None,
+        sampler=parts.sampler(programs.engine, stack) if programs.engine else None,
         scorer=scorer,
         writer=stack.enter_context(writer),
         progress=stack.enter_context(progress),

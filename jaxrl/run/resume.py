@@ -213,7 +213,7 @@ def run_meta(
     """
     return {
         "data": data,
-        "rng": {"seed": config.seed, "state": "none: a function of (seed, step, prompt, sample, position)"},
+        "rng": {"seed": config.seed, "state": "none: a function of (seed, stream, prompt, sample, position)"},
         "latest": _plain(latest),
         "pending": _plain(pending),
         "origin": origin,

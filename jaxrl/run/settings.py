@@ -148,10 +148,9 @@ class RunConfig:
 
     @property
     def eval_sampling(self) -> Sampling:
-        fields = {f.name: getattr(self.eval, f.name) for f in dataclasses.fields(Sampling)}
-        return Sampling(
-            **{**fields, "max_new_tokens": self.eval.max_new_tokens or self.rollout.max_new_tokens}
-        )
+        own = {name: getattr(self.eval, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        return dataclasses.replace(self.rollout.sampling, max_new_tokens=limit, **own)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):

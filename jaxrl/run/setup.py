@@ -35,6 +35,7 @@ from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.config import check_context
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import MultiTurn
+from jaxrl.rollout.sampler import Sampler
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.run import ends
 from jaxrl.run.settings import RunConfig
@@ -155,14 +156,19 @@ class Setup:
         stack.callback(scorer.close)
         return scorer
 
-    def multi_turn(self, stack: ExitStack) -> MultiTurn | None:
-        """What makes completions episodes, when there is an environment; closed with ``stack``."""
-        config = self.config
-        if config.environment.name is None:
-            return None
-        parts = MultiTurn(config.environment, self.renderer, self.tokenizer, config.rewards.on_error)
-        stack.callback(parts.close)
-        return parts
+    def sampler(self, engine: Engine, stack: ExitStack) -> Sampler:
+        """The sampler over ``engine``; what it needs of an environment is closed with ``stack``."""
+        config, multi_turn = self.config, None
+        if config.environment.name is not None:
+            multi_turn = MultiTurn(config.environment, self.renderer, self.tokenizer, config.rewards.on_error)
+            stack.callback(multi_turn.close)
+        return Sampler(
+            engine,
+            self.tokenizer,
+            seed=config.seed,
+            keep_special=config.rollout.keep_special_tokens,
+            multi_turn=multi_turn,
+        )
 
     def refresh(self) -> Transfer:
         """``refresh(params) -> rollout params``: see ``rollout/weights.py``."""

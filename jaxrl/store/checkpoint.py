@@ -3,7 +3,7 @@ bucket.
 
 ``<run>/checkpoints/<step>/`` holds three items: ``params`` and ``optimizer`` (OCDBT/zarr3 arrays,
 sharded: every host writes its own part) and ``meta`` (JSON: data position, cursor of the metrics,
-resolved config, versions). Randomness needs no state: every number is a function of (seed, step, prompt,
+resolved config, versions). Randomness needs no state: every number is a function of (seed, stream, prompt,
 sample, position). There is no pickle anywhere.
 
 A checkpoint is complete when ``complete.json``, written last, names its files and each has the size it

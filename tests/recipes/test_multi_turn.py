@@ -18,7 +18,7 @@ from jaxrl.recipes.grpo import Grpo
 from jaxrl.rewards.pool import Scores
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
-from jaxrl.types import Episode, Prompts, Rollouts, Row
+from jaxrl.types import Episode, Prompts, Rollouts, Row, Sample
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -53,26 +53,21 @@ def two_episodes():
     def row(prompt, mask):
         ids = np.arange(10, 10 + len(mask), dtype=np.int32)
         mask = np.array(mask, np.float32)
-        return Row(prompt=prompt, tokens=ids, loss_mask=mask, rollout_log_probs=-mask)
+        versions = ((0, len(ids)),)
+        return Row(prompt=prompt, tokens=ids, loss_mask=mask, rollout_log_probs=-mask, versions=versions)
 
     prompt = np.arange(5, dtype=np.int32)
     first, later = row(prompt, [1, 1, 1]), row(np.arange(7, dtype=np.int32), [1, 1])
     second = row(prompt, [1, 1, 0, 0, 0, 1, 1])
 
-    def episode(reward, *rows):
-        return Episode(turns=2, reward=reward, metrics={}, seconds=0.0, failure=None, messages=[], rows=rows)
+    def sample(text, reward, *rows):
+        episode = Episode(turns=2, reward=reward, metrics={}, seconds=0.0, failure=None, messages=[])
+        return Sample(rows=rows, stop_reason="stop", text=text, episode=episode)
 
-    own = [first, second]
     return Rollouts(
         prompts=Prompts(ids=[0], tokens=[prompt], texts=["p"], examples=[{}]),
         group_size=2,
-        tokens=[r.tokens for r in own],
-        loss_mask=[r.loss_mask for r in own],
-        rollout_log_probs=[r.rollout_log_probs for r in own],
-        stop_reasons=["stop", "stop"],
-        texts=["a", "b"],
-        policy_versions=[0, 0],
-        episodes=[episode(1.0, later), episode(0.0)],
+        samples=[sample("a", 1.0, first, later), sample("b", 0.0, second)],
     )
 
 
@@ -81,7 +76,7 @@ def test_rows_of_an_episode_share_its_advantage_and_weigh_as_one(aggregation):
     config = from_dict(RunConfig, {**TINY, "algo": {"aggregation": aggregation}})
     rollouts, rewards = two_episodes(), np.array([1.0, 0.0])
     assert rollouts.lengths.tolist() == [5, 7]
-    assert [t.tolist() for t in rollouts.sampled] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
+    assert [s.sampled.tolist() for s in rollouts.samples] == [[10, 11, 12, 10, 11], [10, 11, 15, 16]]
     scores = Scores(rewards, {"environment": rewards}, {}, [None, None])
     collected = collect.Collected(rollouts, scores, {})
     metrics = collect.rollout_metrics(config.rewards, collected)

@@ -16,7 +16,7 @@ from jaxrl.rewards.pool import Scores
 from jaxrl.run import evaluation
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
-from jaxrl.types import Prompts, Rollouts
+from jaxrl.types import Prompts, Rollouts, Row, Sample
 
 NAN = float("nan")
 
@@ -36,17 +36,19 @@ def config(group=2, terms=("arithmetic",), **sections):
 
 def rollouts(prompts, group, *, lengths=None, reasons=None):
     lengths = lengths or [4] * (prompts * group)
+
+    def row(n):
+        return Row.of(np.arange(3)).sampled(np.arange(n), np.full(n, -1.0), ((0, n),))
+
     return Rollouts(
         prompts=Prompts(
             ids=range(prompts), tokens=[np.arange(3)] * prompts, texts=[""] * prompts, examples=[{}] * prompts
         ),
         group_size=group,
-        tokens=[np.arange(n, dtype=np.int32) for n in lengths],
-        loss_mask=[np.ones(n, np.float32) for n in lengths],
-        rollout_log_probs=[np.full(n, -1.0, np.float32) for n in lengths],
-        stop_reasons=reasons or ["stop"] * len(lengths),
-        texts=[""] * len(lengths),
-        policy_versions=[0] * len(lengths),
+        samples=[
+            Sample(rows=[row(n)], stop_reason=reason, text="")
+            for n, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
+        ],
     )
 
 

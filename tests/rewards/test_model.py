@@ -12,7 +12,7 @@ from jaxrl.data.config import DataConfig
 from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.rewards import RewardPool, RewardsConfig, RewardTerm
 from jaxrl.rewards.model import RewardModel
-from jaxrl.types import Prompts, Rollouts
+from jaxrl.types import Prompts, Rollouts, Row, Sample
 
 
 @pytest.mark.parametrize("weight", [1.0, np.nan])
@@ -33,12 +33,7 @@ def test_a_long_conversation_abstains_and_nan_fails(fixtures, tmp_path, weight):
     rollouts = Rollouts(
         prompts=Prompts(ids=[0], tokens=nothing[:1], texts=["2+2="], examples=[{"question": "2+2="}]),
         group_size=2,
-        tokens=nothing,
-        loss_mask=nothing,
-        rollout_log_probs=nothing,
-        stop_reasons=["stop"] * 2,
-        texts=texts,
-        policy_versions=[0] * 2,
+        samples=[Sample(rows=[Row.of(nothing[0])], stop_reason="stop", text=text) for text in texts],
     )
     found = model.score(rollouts)
     term = RewardTerm(name="reward_model", args=args)

@@ -11,7 +11,8 @@ from jaxrl.models import Model, hf
 from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import TRAIN_STREAM
 from jaxrl.types import Prompts, TrainBatch
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "olmoe"]
@@ -42,31 +43,33 @@ def test_sampler_and_trainer_agree(fixtures, name):
         model, mesh, slots=4, prefill_rows=3, max_prompt_tokens=24, max_new_tokens=NEW, prefill_chunk_tokens=8
     )
 
+    sampler = Sampler(engine, NoText(), seed=7)
+    sampler.swap(model.unstack(params), 0)
+
     def sample(temperature, group):
         return rollout(
-            engine,
-            model.unstack(params),
+            sampler,
             prompts,
             group_size=group,
             sampling=Sampling(max_new_tokens=NEW, temperature=temperature),
-            key=np.array([0, 7], np.uint32),
-            tokenizer=NoText(),
+            stream=TRAIN_STREAM,
         )
 
     greedy = sample(0.0, 1)
-    np.testing.assert_array_equal(np.stack(greedy.tokens), goldens["greedy_ids"])
-    np.testing.assert_allclose(np.stack(greedy.rollout_log_probs), goldens["greedy_logprobs"], atol=1e-4)
+    np.testing.assert_array_equal(np.stack([s.tokens for s in greedy.samples]), goldens["greedy_ids"])
+    log_probs = np.stack([s.rows[0].rollout_log_probs for s in greedy.samples])
+    np.testing.assert_allclose(log_probs, goldens["greedy_logprobs"], atol=1e-4)
 
     out = sample(0.7, 2)
     width = 24 + NEW
     batch = {k: np.zeros((6, width), np.int32) for k in ("tokens", "segment_ids", "loss_mask")}
     expected = np.zeros((6, width), np.float32)
-    for i, ids in enumerate(out.tokens):
+    for i, s in enumerate(out.samples):
         start = int(lengths[i // 2])
-        batch["tokens"][i, : start + NEW] = np.concatenate([prompts.tokens[i // 2], ids])
+        batch["tokens"][i, : start + NEW] = np.concatenate([prompts.tokens[i // 2], s.tokens])
         batch["segment_ids"][i, : start + NEW] = 1
         batch["loss_mask"][i, start : start + NEW] = 1
-        expected[i, start : start + NEW] = out.rollout_log_probs[i]
+        expected[i, start : start + NEW] = s.rows[0].rollout_log_probs
     micro = TrainBatch(
         **batch,
         positions=np.tile(np.arange(width), (6, 1)),

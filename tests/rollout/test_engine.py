@@ -18,7 +18,8 @@ from jaxrl.models import Model, ModelConfig
 from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import EVAL_STREAM, TRAIN_STREAM
 from jaxrl.types import Prompts, TrainBatch
 
 SCRATCH = dict(
@@ -86,23 +87,32 @@ def make_engine(model, mesh=None, **changes):
     return Engine(model, mesh or one_device(), **{**options, **changes})
 
 
-def sample(model, params, prompts, engine, *, group=4, seed=0, stop=(), **sampling):
-    key = jax.random.key_data(jax.random.key(seed))
+def sample(model, params, prompts, engine, *, group=4, seed=0, stream=TRAIN_STREAM, **sampling):
     options = Sampling(**{"max_new_tokens": 16, **sampling})
-    return rollout(
-        engine,
-        model.unstack(params),
-        prompts,
-        group_size=group,
-        sampling=options,
-        key=key,
-        tokenizer=Letters(),
-        stop=stop,
-    )
+    sampler = make_sampler(engine, model.unstack(params), seed=seed)
+    return rollout(sampler, prompts, group_size=group, sampling=options, stream=stream)
+
+
+def make_sampler(engine, rollout_params, seed=0):
+    sampler = Sampler(engine, Letters(), seed=seed)
+    sampler.swap(rollout_params, 0)
+    return sampler
+
+
+def ids_of(out):
+    return [s.tokens.tolist() for s in out.samples]
+
+
+def log_probs_of(out):
+    return [s.rows[0].rollout_log_probs for s in out.samples]
+
+
+def reasons_of(out):
+    return [s.stop_reason for s in out.samples]
 
 
 def same(a, b):
-    return [x.tolist() for x in a.tokens] == [x.tolist() for x in b.tokens]
+    return ids_of(a) == ids_of(b)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -110,17 +120,17 @@ def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature)
     """Contract 1: the training forward pass gives the sampler's log-probs, first token and stop token
     included."""
     out = sample(model, params, prompts, make_engine(model), temperature=temperature)
-    assert {"stop", "length"} == set(out.stop_reasons)
+    assert {"stop", "length"} == set(reasons_of(out))
     rows = len(out)
     tokens = np.zeros((rows, 48), np.int32)
     mask, segments, expected = (np.zeros((rows, 48), np.float32) for _ in range(3))
-    for i, completion in enumerate(out.tokens):
+    for i, (completion, log_probs) in enumerate(zip(ids_of(out), log_probs_of(out), strict=True)):
         prompt = prompts.tokens[i // 4]
         end = len(prompt) + len(completion)
         tokens[i, :end] = np.concatenate([prompt, completion])
         segments[i, :end] = 1
         mask[i, len(prompt) : end] = 1
-        expected[i, len(prompt) : end] = out.rollout_log_probs[i]
+        expected[i, len(prompt) : end] = log_probs
     micro = TrainBatch(
         tokens=tokens,
         positions=np.tile(np.arange(48), (rows, 1)),
@@ -137,18 +147,19 @@ def test_rollout_log_probs_are_the_trainers(model, params, prompts, temperature)
 
 def test_stop_tokens_end_a_completion_and_belong_to_it(model, params, prompts):
     out = sample(model, params, prompts, make_engine(model))
-    for ids, reason in zip(out.tokens, out.stop_reasons, strict=True):
+    for ids, reason in zip(ids_of(out), reasons_of(out), strict=True):
         assert STOP not in ids[:-1]
         assert (reason == "stop") == (ids[-1] == STOP)
         assert len(ids) == 16 or reason == "stop"
-        assert ids.max() < LIMIT
+        assert max(ids) < LIMIT
 
 
-def test_samples_of_a_group_differ_and_seeds_differ(model, params, prompts):
+def test_samples_of_a_group_differ_and_so_do_seeds_and_streams(model, params, prompts):
     engine = make_engine(model)
     out = sample(model, params, prompts, engine)
-    assert len({tuple(t.tolist()) for t in out.tokens}) > 15
+    assert len(set(map(tuple, ids_of(out)))) > 15
     assert not same(out, sample(model, params, prompts, engine, seed=1))
+    assert not same(out, sample(model, params, prompts, engine, stream=EVAL_STREAM))
     assert same(out, sample(model, params, prompts, engine))
 
 
@@ -166,7 +177,7 @@ def test_schedule_does_not_change_the_samples(model, params, prompts, changes):
     expected = sample(model, params, prompts, make_engine(model))
     got = sample(model, params, prompts, make_engine(model, **changes))
     assert same(expected, got)
-    for a, b in zip(expected.rollout_log_probs, got.rollout_log_probs, strict=True):
+    for a, b in zip(log_probs_of(expected), log_probs_of(got), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -178,13 +189,11 @@ def test_mesh_does_not_change_the_samples(model, params, prompts, split):
     moved = jax.device_put(jax.tree.map(np.asarray, params), named(mesh, sharded.specs(mesh)))
     refresh = jax.jit(sharded.unstack, out_shardings=named(mesh, sharded.specs(mesh, view="rollout")))
     got = rollout(
-        make_engine(sharded, mesh),
-        refresh(moved),
+        make_sampler(make_engine(sharded, mesh), refresh(moved)),
         prompts,
         group_size=4,
         sampling=Sampling(max_new_tokens=16),
-        key=jax.random.key_data(jax.random.key(0)),
-        tokenizer=Letters(),
+        stream=TRAIN_STREAM,
     )
     assert same(expected, got)
 
@@ -253,7 +262,7 @@ def test_more_sequences_than_slots_one_prompt_and_one_too_many(model, params, pr
     expected = sample(model, params, prompts, make_engine(model))
     one = sample(model, params, prompts.take([1]), engine, group=9)
     assert same(sample(model, params, prompts, engine), expected)
-    assert [t.tolist() for t in one.tokens[:4]] == [t.tolist() for t in expected.tokens[4:8]]
+    assert ids_of(one)[:4] == ids_of(expected)[4:8]
 
 
 def test_the_tail_runs_in_smaller_batches(model, params, prompts):
@@ -271,13 +280,11 @@ def test_the_tail_runs_in_smaller_batches(model, params, prompts):
     engine.generate = watched
     limits = [2] * 7 + [16]
     out = rollout(
-        engine,
-        model.unstack(params),
+        make_sampler(engine, model.unstack(params)),
         prompts.take([0, 1]),
         group_size=4,
         sampling=[Sampling(max_new_tokens=n) for n in limits],
-        key=jax.random.key_data(jax.random.key(0)),
-        tokenizer=Letters(),
+        stream=TRAIN_STREAM,
     )
     assert out.lengths.tolist() == limits
     assert sum(batch * steps for batch, steps in rows) == 8 * 2 + 14
@@ -289,17 +296,13 @@ def test_each_sequence_has_its_own_sampling(model, params, prompts):
     free = sample(model, params, prompts.take([0]), engine, group=3)
     settings = [Sampling(max_new_tokens=16), Sampling(max_new_tokens=5), Sampling(max_new_tokens=16, top_k=1)]
     out = rollout(
-        engine,
-        model.unstack(params),
+        make_sampler(engine, model.unstack(params)),
         prompts.take([0]),
         group_size=3,
         sampling=settings,
-        key=jax.random.key_data(jax.random.key(0)),
-        tokenizer=Letters(),
+        stream=TRAIN_STREAM,
     )
-    assert out.tokens[0].tolist() == free.tokens[0].tolist()
-    assert out.tokens[1].tolist() == free.tokens[1][:5].tolist()
-    assert out.tokens[2].tolist() == greedy.tokens[0].tolist()
+    assert ids_of(out) == [ids_of(free)[0], ids_of(free)[1][:5], ids_of(greedy)[0]]
 
 
 def test_filters_need_an_engine_that_has_them(model, params, prompts):
@@ -310,9 +313,9 @@ def test_filters_need_an_engine_that_has_them(model, params, prompts):
 def test_several_stop_ids(model, params, prompts):
     free = sample(model, params, prompts, make_engine(model, stop_ids=()))
     out = sample(model, params, prompts, make_engine(model, stop_ids=(STOP, 11, 40)))
-    for ids, all_ids, reason in zip(out.tokens, free.tokens, out.stop_reasons, strict=True):
+    for ids, all_ids, reason in zip(ids_of(out), ids_of(free), reasons_of(out), strict=True):
         hits = np.flatnonzero(np.isin(all_ids, [STOP, 11, 40]))
-        assert ids.tolist() == all_ids[: hits[0] + 1 if hits.size else 16].tolist()
+        assert ids == all_ids[: hits[0] + 1 if hits.size else 16]
         assert reason == ("stop" if hits.size else "length")
 
 
@@ -321,16 +324,16 @@ def test_part_of_the_prompts_gives_the_same_samples(model, params, prompts):
     everything = sample(model, params, prompts, make_engine(model))
     some = Prompts(ids=prompts.ids[2:4], tokens=prompts.tokens[2:4], texts=["", ""], examples=[{}, {}])
     part = sample(model, params, some, make_engine(model))
-    assert [t.tolist() for t in part.tokens] == [t.tolist() for t in everything.tokens[8:16]]
+    assert ids_of(part) == ids_of(everything)[8:16]
 
 
 def test_greedy_is_argmax_of_the_training_forward(model, params, prompts):
     out = sample(model, params, prompts, make_engine(model, stop_ids=()), group=1, temperature=0.0)
-    for prompt, ids in zip(prompts.tokens, out.tokens, strict=True):
+    for prompt, ids in zip(prompts.tokens, ids_of(out), strict=True):
         tokens = np.concatenate([prompt, ids])[None]
         hidden, _ = model.hidden_states(params, tokens, np.arange(tokens.size)[None], np.ones_like(tokens))
         logits = (hidden[0] @ model.head(params).T)[:, :LIMIT]
-        assert np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist() == ids.tolist()
+        assert np.argmax(logits, -1)[len(prompt) - 1 : -1].tolist() == ids
 
 
 def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
@@ -339,11 +342,11 @@ def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
     stop = free.texts[0][5:8]
     out = sample(model, params, prompts, engine, stop=(stop,))
     assert out.texts[0] == free.texts[0][: free.texts[0].index(stop)]
-    assert out.stop_reasons[0] == "stop"
-    assert out.tokens[0].tolist() == free.tokens[0][: len(out.texts[0]) + 3].tolist()
-    assert out.rollout_log_probs[0].shape == out.tokens[0].shape
+    assert reasons_of(out)[0] == "stop"
+    assert ids_of(out)[0] == ids_of(free)[0][: len(out.texts[0]) + 3]
+    assert len(log_probs_of(out)[0]) == len(ids_of(out)[0])
     others = [i for i, text in enumerate(free.texts) if stop not in text]
-    assert all(out.tokens[i].tolist() == free.tokens[i].tolist() for i in others)
+    assert all(ids_of(out)[i] == ids_of(free)[i] for i in others)
 
 
 def test_nothing_compiles_after_the_first_call(model, params):
@@ -357,20 +360,17 @@ def test_nothing_compiles_after_the_first_call(model, params):
         decode_batches=2,
         filters=True,
     )
-    rollout_params = model.unstack(params)
-    key = jax.random.key_data(jax.random.key(0))
+    sampler = make_sampler(engine, model.unstack(params))
 
     def go(lengths, group, **sampling):
         tokens = [np.arange(n, dtype=np.int32) for n in lengths]
         count = len(tokens)
         rollout(
-            engine,
-            rollout_params,
+            sampler,
             Prompts(ids=range(count), tokens=tokens, texts=[""] * count, examples=[{}] * count),
             group_size=group,
             sampling=Sampling(**sampling),
-            key=key,
-            tokenizer=Letters(),
+            stream=TRAIN_STREAM,
         )
 
     go([5], 1, max_new_tokens=2)
@@ -393,4 +393,4 @@ def test_prompts_that_do_not_fit_are_refused(model, params, prompts):
 def test_empty_slots_do_not_disturb_bfloat16(model, params, prompts):
     engine = make_engine(Model(model.config, compute_dtype="bfloat16"), cache_dtype=jnp.bfloat16)
     out = sample(model, params, prompts, engine, group=1)
-    assert all(np.isfinite(lp).all() for lp in out.rollout_log_probs)
+    assert all(np.isfinite(lp).all() for lp in log_probs_of(out))

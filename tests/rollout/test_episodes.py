@@ -23,8 +23,10 @@ from jaxrl.recipes.grpo import Grpo
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
 from jaxrl.rollout.episodes import Episodes, MultiTurn
-from jaxrl.rollout.scheduler import rollout
-from jaxrl.types import Prompts, TrainBatch
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import TRAIN_STREAM
+from jaxrl.rollout.state import Request
+from jaxrl.types import Prompts, Row, TrainBatch
 
 USER = str(Path(__file__).parent.parent / "environments" / "user_environments.py")
 SCRATCH = dict(
@@ -117,22 +119,37 @@ def make_engine(model, mesh=None, **changes):
     return Engine(model, mesh or one_device(), **{**options, **changes})
 
 
-def play(model, parts, engine=None, prompts=None, *, group=4, limit=NEW, params=None, **options):
+def play(
+    model, parts, engine=None, prompts=None, *, group=4, limit=NEW, params=None, stop=(), keep_special=False
+):
+    sampler = Sampler(engine or model[2], TOKENIZER, keep_special=keep_special, multi_turn=parts)
+    sampler.swap(model[0].unstack(model[1]) if params is None else params, 0)
     return rollout(
-        engine or model[2],
-        model[0].unstack(model[1]) if params is None else params,
+        sampler,
         make_prompts(parts) if prompts is None else prompts,
         group_size=group,
-        sampling=Sampling(max_new_tokens=limit),
-        key=jax.random.key_data(jax.random.key(0)),
-        tokenizer=TOKENIZER,
-        multi_turn=parts,
-        **options,
+        sampling=Sampling(max_new_tokens=limit, stop=stop),
+        stream=TRAIN_STREAM,
     )
 
 
+def request_of(prompts):
+    """For the first of them, with a limit of 99 tokens."""
+    return Request(
+        prompt=prompts.tokens[0],
+        sampling=Sampling(max_new_tokens=99),
+        prompt_id=prompts.ids[0],
+        text=prompts.texts[0],
+        example=prompts.examples[0],
+    )
+
+
+def turn_of(ids):
+    return Row.of(np.zeros(0, np.int32)).sampled(np.array(ids), np.zeros(len(ids)), ((0, len(ids)),))
+
+
 def all_rows(out):
-    return [row for i in range(len(out)) for row in out.rows(i)]
+    return [row for sample in out.samples for row in sample.rows]
 
 
 def same(a, b):
@@ -172,9 +189,10 @@ def test_ids_are_only_appended_and_the_trainer_agrees_with_every_turn(model, mul
     out = play(model, parts)
     turns = [e.turns for e in out.episodes]
     assert max(turns) == 4 and min(turns) == 1
-    assert {"stop", "turns", "length"} >= set(out.stop_reasons) and len(set(out.stop_reasons)) > 1
-    for i, episode in enumerate(out.episodes):
-        (row,) = out.rows(i)
+    reasons = {s.stop_reason for s in out.samples}
+    assert {"stop", "turns", "length"} >= reasons and len(reasons) > 1
+    for s in out.samples:
+        (row,), episode = s.rows, s.episode
         # What the ids say is the conversation as the template has it, up to what nobody has said yet.
         text = TOKENIZER.decode([*row.prompt, *row.tokens])
         said = [m for m in episode.messages if m["role"] == "tool"]
@@ -183,16 +201,16 @@ def test_ids_are_only_appended_and_the_trainer_agrees_with_every_turn(model, mul
         # The policy's tokens are its turns, each up to its eos; the rest is the environment's.
         own = TOKENIZER.decode(row.tokens[row.loss_mask > 0])
         wrote = "".join(
-            m["content"] + ("<eos>" if n + 1 < episode.turns or out.stop_reasons[i] != "length" else "")
+            m["content"] + ("<eos>" if n + 1 < episode.turns or s.stop_reason != "length" else "")
             for n, m in enumerate(m for m in episode.messages if m["role"] == "assistant")
         )
         assert own == wrote
         between = TOKENIZER.decode(row.tokens[row.loss_mask == 0])
         assert between == "".join(f"<|tool|>{m['content']}<|assistant|>" for m in said[: episode.turns - 1])
-        assert out.texts[i] == TOKENIZER.decode(
+        assert s.text == TOKENIZER.decode(
             TOKENIZER.encode(episode.messages[2 * episode.turns - 1]["content"]), skip_special=True
         )
-        finished = out.stop_reasons[i] != "length"
+        finished = s.stop_reason != "length"
         assert episode.reward == 0.5 * (episode.turns - 1 + finished)
     assert_trainer_agrees(model, out)
 
@@ -235,9 +253,9 @@ def test_a_template_that_rewrites_history_splits_rows(kind, multi_turn, tmp_path
     model = make_model(kind)
     parts = multi_turn(data=DataConfig(chat_template=str(tmp_path / "forgetful.jinja")))
     out = play(model, parts, group=3)
-    assert sum(len(e.rows) for e in out.episodes) > 5
-    for i, episode in enumerate(out.episodes):
-        rows = out.rows(i)
+    assert sum(len(s.rows) - 1 for s in out.samples) > 5
+    for s in out.samples:
+        rows, episode = s.rows, s.episode
         assert len(rows) <= episode.turns
         for row in rows:
             assert len(row.prompt) + len(row.tokens) <= len(rows[0].prompt) + NEW
@@ -260,13 +278,13 @@ def test_stop_strings_end_turns_and_what_was_sampled_beyond_is_forgotten(kind, m
     engine = make_engine(model[0], stop_ids=(), steps_per_dispatch=16)
     out = play(model, parts, engine, stop=("!", '"'))
     assert max(e.turns for e in out.episodes) > 1
-    for i, episode in enumerate(out.episodes):
-        (row,) = out.rows(i)
-        turns = [m["content"] for m in episode.messages if m["role"] == "assistant"]
-        cut = out.stop_reasons[i] == "length"
+    for s in out.samples:
+        (row,) = s.rows
+        turns = [m["content"] for m in s.episode.messages if m["role"] == "assistant"]
+        cut = s.stop_reason == "length"
         assert all(t[-1] in '!"' and not set('!"') & set(t[:-1]) for t in turns[: len(turns) - cut])
         assert TOKENIZER.decode(row.tokens[row.loss_mask > 0]) == "".join(turns)
-        assert "!" not in out.texts[i]
+        assert "!" not in s.text
     assert_trainer_agrees(model, out)
     if kind == "full":  # one token a dispatch leaves nothing to forget
         one_by_one = make_engine(model[0], stop_ids=(), slots=3, steps_per_dispatch=1)
@@ -289,18 +307,19 @@ def test_turns_after_an_answer_have_the_ids_of_the_whole_conversation(trained, t
     config = EnvironmentConfig(name=f"{USER}:Echo", args={"room": 6}, workers=0, observation_tokens=20)
     with contextlib.closing(MultiTurn(config, renderer, tokenizer)) as parts:
         prompts = make_prompts(parts, "a")
-        episodes = Episodes(parts, prompts, 1, limits=[99])
+        episodes = Episodes(parts)
+        episodes.begin(0, request_of(prompts))
         text, ids = prompts.texts[0], prompts.tokens[0].tolist()
         for turn in (1, 2):
             sampled = tokenizer.encode_after(text, f" foo bar{turn}</s>")
-            episodes.turn_ended(0, sampled, [0.0] * len(sampled), stopped=True, text="", overshoot=0)
+            episodes.turn_ended(0, turn_of(sampled), stopped=True, text="", overshoot=0)
             ((_, following),) = episodes.poll(block=True)
             text += f" foo bar{turn}</s>"
             text += f"a{turn}:o bar{turn}" if template == "none" else f"<s>[INST] a{turn}:o bar{turn} [/INST]"
             assert following.tokens[: len(ids) + len(sampled)].tolist() == ids + sampled
             ids = following.tokens.tolist()
             assert ids == trained(text, add_special_tokens=template == "none").input_ids
-        assert len(episodes.results()["episodes"][0].rows) == 0
+        assert len(episodes.finish(0).rows) == 1
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -312,8 +331,8 @@ def test_rewards_read_one_text_however_a_sample_ended(model, multi_turn, keep):
         prompts = make_prompts(multi_turn())
         options = dict(prompts=prompts, stop=('"',), keep_special=keep, limit=40)
         out = play(model, environment, **options)
-        for i, text in enumerate(out.texts):
-            (row,) = out.rows(i)
+        for s in out.samples:
+            (row,), text = s.rows, s.text
             ids = row.tokens[1 + max(np.flatnonzero(row.loss_mask == 0), default=-1) :].tolist()
             cut = '"' in TOKENIZER.decode(ids)
             how = "string" if cut else "id" if ids[-1] == EOS else "length"
@@ -338,8 +357,9 @@ def test_answers_that_the_template_does_not_show_are_refused(multi_turn, tmp_pat
         MultiTurn(EnvironmentConfig(name="calculator", workers=0), Renderer(data, TOKENIZER), TOKENIZER)
     parts = multi_turn(data=data)
     assert said in caplog.text
-    episodes = Episodes(parts, make_prompts(parts, "a"), 1, limits=[99])
-    episodes.turn_ended(0, [9, EOS], [0.0, 0.0], stopped=True, text="", overshoot=0)
+    episodes = Episodes(parts)
+    episodes.begin(0, request_of(make_prompts(parts, "a")))
+    episodes.turn_ended(0, turn_of([9, EOS]), stopped=True, text="", overshoot=0)
     with pytest.raises(ConfigError, match=said):
         list(episodes.poll(block=True))
 
@@ -352,9 +372,9 @@ def test_a_stop_id_that_ends_no_turn_of_the_template_is_part_of_what_was_said(mo
     said = [m["content"] for e in out.episodes for m in e.messages if m["role"] == "assistant"]
     assert any(text.endswith("!") for text in said) and not any("!" in text[:-1] for text in said)
     assert not any("!" in text for text in out.texts)
-    for i in range(len(out)):
-        (row,) = out.rows(i)
-        whole = TOKENIZER.render(out.episodes[i].messages, add_generation_prompt=False)
+    for s in out.samples:
+        (row,) = s.rows
+        whole = TOKENIZER.render(s.episode.messages, add_generation_prompt=False)
         assert whole.startswith(TOKENIZER.decode([*row.prompt, *row.tokens]))
     assert_trainer_agrees(model, out)
 
@@ -362,16 +382,18 @@ def test_a_stop_id_that_ends_no_turn_of_the_template_is_part_of_what_was_said(mo
 def test_limits(model, multi_turn):
     parts = multi_turn(turns=2, turn_tokens=12, observation_tokens=2, args={"room": 9})
     out = play(model, parts, limit=50)
-    assert {"turns", "length"} <= set(out.stop_reasons)
-    for i, episode in enumerate(out.episodes):
-        assert episode.turns <= 2 and len(out.tokens[i]) <= 50
+    assert {"turns", "length"} <= {s.stop_reason for s in out.samples}
+    for s in out.samples:
+        episode = s.episode
+        assert episode.turns <= 2 and len(s.tokens) <= 50
         turns = [m for m in episode.messages if m["role"] == "assistant"]
         assert all(len(TOKENIZER.encode(m["content"])) <= 12 for m in turns)
         assert all(len(m["content"]) <= 2 for m in episode.messages if m["role"] == "tool")
-        assert out.truncated[i] == (out.stop_reasons[i] != "stop")
+        assert s.truncated == (s.stop_reason != "stop")
     # A total that leaves no room for another turn ends the episode; nothing is written beyond it.
     out = play(model, multi_turn(turns=9), limit=30)
-    assert out.lengths.max() <= 30 and "length" in out.stop_reasons and "turns" not in out.stop_reasons
+    reasons = {s.stop_reason for s in out.samples}
+    assert out.lengths.max() <= 30 and "length" in reasons and "turns" not in reasons
     assert_trainer_agrees(model, out)
 
 
@@ -386,8 +408,8 @@ def test_a_bad_environment_costs_its_episode(model, multi_turn):
     for i, episode in enumerate(out.episodes):
         if names[i // 2] in "ab":
             assert episode.failure is None
-        elif episode.turns > 1 and out.stop_reasons[i] != "length":
-            assert out.stop_reasons[i] == "error"
+        elif episode.turns > 1 and out.samples[i].stop_reason != "length":
+            assert out.samples[i].stop_reason == "error"
     assert set(parts.pool.pids) != set(pids)  # those that hung or ended were replaced
     assert_trainer_agrees(model, out)
     with pytest.raises(UserCodeError, match="no such thing"):

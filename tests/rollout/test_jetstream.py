@@ -19,7 +19,8 @@ from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, ModelConfig, hf
 from jaxrl.rollout.config import Sampling
 from jaxrl.rollout.engine import Engine
-from jaxrl.rollout.scheduler import rollout
+from jaxrl.rollout.sampler import Sampler, rollout
+from jaxrl.rollout.sampling import EVAL_STREAM
 from jaxrl.rollout.weights import make_refresh
 from jaxrl.types import Prompts
 
@@ -66,7 +67,7 @@ PROMPTS = [f"{i} apples cost {i * i} €, so" for i in range(32)]
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Greedy ids of each prompt, by our own scheduler."""
+    """Greedy ids of each prompt, by our own sampler."""
     tokenizer = load_tokenizer(str(folder))
     mesh = one_device()
     model = Model(hf.load_config(folder))
@@ -84,9 +85,10 @@ def expected(folder):
     tokens = [np.array(tokenizer.encode(p), np.int32) for p in PROMPTS]
     prompts = Prompts(ids=range(32), tokens=tokens, texts=PROMPTS, examples=[{}] * 32)
     sampling = Sampling(temperature=0.0, max_new_tokens=NEW)
-    key = np.zeros(2, np.uint32)
-    found = rollout(engine, params, prompts, group_size=1, sampling=sampling, key=key, tokenizer=tokenizer)
-    return [[int(i) for i in ids if i not in tokenizer.stop_ids] for ids in found.tokens]
+    sampler = Sampler(engine, tokenizer)
+    sampler.swap(params, 0)
+    found = rollout(sampler, prompts, group_size=1, sampling=sampling, stream=EVAL_STREAM)
+    return [[int(i) for i in s.tokens if i not in tokenizer.stop_ids] for s in found.samples]
 
 
 @pytest.fixture(scope="module")
