@@ -41,7 +41,7 @@ def nothing_is_loaded(monkeypatch):
         raise Loaded
 
     for place in (
-        "run.loop.set_up",
+        "run.opening.set_up",
         "evaluate.set_up",
         "export.set_up",
         "smoke.check",
@@ -280,7 +280,7 @@ def test_an_existing_folder_is_no_place_to_export_to(run, tmp_path, refused):
 
 def test_home_is_expanded_in_options_and_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("jaxrl.run.loop.set_up", lambda config: (_ for _ in ()).throw(Loaded(config)))
+    monkeypatch.setattr("jaxrl.run.opening.set_up", lambda config: (_ for _ in ()).throw(Loaded(config)))
     (tmp_path / "base.yaml").write_text(TINY)
     (tmp_path / "mine.yaml").write_text("base: ~/base.yaml\noutput_dir: ~/runs\n")
     with pytest.raises(Loaded) as caught:

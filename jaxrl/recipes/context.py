@@ -18,6 +18,7 @@ from jaxrl.record.progress import Progress
 from jaxrl.rewards.config import RewardsConfig
 from jaxrl.rewards.scorer import Scorer
 from jaxrl.rollout.config import RolloutConfig
+from jaxrl.rollout.sampler import Sampler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

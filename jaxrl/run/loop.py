@@ -14,7 +14,6 @@ new checkpoint. After 75 and 76 the same command continues.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,34 +21,23 @@ from typing import Any
 
 import jax
 
-from jaxrl.compile import executables
 from jaxrl.compile.compilations import CompilationCounter
-from jaxrl.config import ConfigError, RunError, to_dict
-from jaxrl.data.pipeline import PromptIterator, SftIterator, load_prompts
+from jaxrl.config import ConfigError, RunError
 from jaxrl.host import distributed, pathways
 from jaxrl.host.failures import failing_together
 from jaxrl.host.preemption import INTERRUPTED, Interrupted, announced, check
 from jaxrl.recipes.collect import sample_rows
-from jaxrl.recipes.context import Context
-from jaxrl.record.metrics import MetricsWriter, PhaseTimer, Profiler, memory_metrics
-from jaxrl.record.progress import Progress
+from jaxrl.record.metrics import Profiler, memory_metrics
 from jaxrl.record.report import summary, write_report
-from jaxrl.run.agreement import agree_on_config, agree_on_inputs
 from jaxrl.run.evaluation import evaluate
+from jaxrl.run.opening import Run, open_run
 from jaxrl.run.programs import loop_programs
 from jaxrl.run.resume import (
-    check_folders,
     keep_records,
-    open_run_dir,
-    restore_or_start,
     run_meta,
-    with_date,
 )
 from jaxrl.run.settings import RunConfig
-from jaxrl.run.setup import Programs, Setup, set_up
-from jaxrl.run.watch import Watch, warn_at_start
-from jaxrl.store.checkpoint import Checkpoints
-from jaxrl.types import Prompts, TrainState
+from jaxrl.types import TrainState
 
 logger = logging.getLogger("jaxrl")
 
@@ -58,21 +46,6 @@ class Diverged(RunError):
     """The run was ended because its updates kept failing."""
 
     title = "diverged"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What stays the same from step to step."""
-
-    parts: Setup
-    programs: Programs
-    context: Context
-    held_out: Prompts | None
-    origin: str | None
-    """The checkpoint that ``init_from`` stood for when the run began."""
-    checkpoints: Checkpoints
-    watch: Watch
-    total_steps: int
 
 
 def run(config: RunConfig, stop: threading.Event | None = None) -> int:
@@ -120,7 +93,7 @@ def warns_only(what: str) -> Iterator[None]:
 def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]:
     """The steps that are left, from ``state``. Returns the number of the last whole one, and whether
     ``r.stop`` ended the run before its time."""
-    config, programs, context = r.parts.config, r.programs, r.context
+    config, context = r.parts.config, r.context
     done, saved = int(meta.get("step", 0)), int(meta.get("step", -1))
     interrupted, updates, latest = False, int(state.updates), dict(meta.get("latest", {}))
     position = r.context.stream.get_state()  # after step `done`
@@ -142,9 +115,7 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
     ):
         try:
             check(r.context.stop)
-            rollout_params = programs.refresh(state.params) if programs.refresh else None
-            if context.sampler is not None:
-                context.sampler.swap(rollout_params, updates)
+            rollout_params = refresh(r, state)
             if pending is not None:
                 metrics = pending | evaluation(r, done)
                 latest, pending = latest | metrics, None
@@ -166,11 +137,9 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
                 last = step == r.total_steps or r.context.stream.ended
                 updates, failed = int(state.updates), int(state.skipped_in_a_row)
                 # 8: the sampler gets the new weights, in the place of the old ones.
-                if programs.refresh:
-                    with r.context.timer.phase("refresh"):
-                        rollout_params = jax.block_until_ready(programs.refresh(state.params, rollout_params))
                 if context.sampler is not None:
-                    context.sampler.swap(rollout_params, updates)
+                    with context.timer.phase("refresh"):
+                        rollout_params = refresh(r, state, rollout_params)
                 # 9: evaluate, record, save; in this order, as a resumed run cuts lines that no checkpoint
                 # knows.
                 if _due(config.eval.every, step) or (config.eval.at_end and last):
@@ -200,6 +169,16 @@ def loop(r: Run, state: TrainState, meta: Mapping[str, Any]) -> tuple[int, bool]
         if saved < done or (interrupted and saved < 0):
             save()
     return done, interrupted
+
+
+def refresh(r: Run, state: TrainState, *old: Any) -> Any:
+    """Give the sampler the weights of ``state``, and return them; None where nothing is sampled. ``old`` are
+    those it had, whose memory is used again."""
+    if r.programs.refresh is None or r.context.sampler is None:
+        return None
+    new = jax.block_until_ready(r.programs.refresh(state.params, *old))
+    r.context.sampler.swap(new, int(state.updates))
+    return new
 
 
 def compilation_counter(r: Run) -> CompilationCounter:
@@ -261,119 +240,6 @@ def evaluation(r: Run, step: int) -> dict[str, float]:
     if not r.parts.config.trains_on_rollouts:
         r.context.writer.samples(step, sample_rows(completions, scores))
     return found
-
-
-def open_run(
-    config: RunConfig, stop: threading.Event, stack: contextlib.ExitStack
-) -> tuple[Run, TrainState, dict[str, Any]]:
-    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
-    {}."""
-    agree_on_config(config)
-    first = distributed.is_first()
-    if first:
-        check_folders(config)
-    parts = set_up(with_date(config))
-    config = parts.config
-    checkpoints = stack.enter_context(open_run_dir(config))
-    data = stack.enter_context(contextlib.closing(open_data(parts)))
-    total = total_steps(config, len(data.examples))
-    tell_total(config, len(data.examples), total)
-    warn_at_start(config, total * config.algo.updates_per_step)
-    held_out = (
-        load_prompts(config.eval_data, parts.tokenizer, section="eval") if config.eval.enabled else None
-    )
-    agree_on_inputs(parts, data, held_out)
-    programs = parts.programs(total * config.algo.updates_per_step)
-    if config.executables:
-        executables.prepare(loop_programs(parts, programs), config.executables)
-    scorer = parts.scorer(stack)
-    state, meta, origin = restore_or_start(parts, programs, checkpoints)
-    if meta:
-        data.set_state(meta["data"], strict=False)
-    writer = MetricsWriter(
-        config.run_dir,
-        config.metrics,
-        resume_step=meta["step"] if meta else None,
-        enabled=first,
-        run_config=to_dict(config),
-    )
-    progress = Progress(total, config.metrics.progress, start_step=meta.get("step", 0), enabled=first)
-    context = Context(
-        seed=config.seed,
-        data=config.data,
-        rollout=config.rollout,
-        rewards=config.rewards,
-        optim=config.optim,
-        stream=data,
-        learner=programs.learner,
-        schedule=programs.schedule,
-        batch_shape=parts.batch_shape,
-        ref_params=parts.initial_params(origin) if config.algo.uses_reference else None,
-        sampler=parts.sampler(programs.engine, stack) if programs.engine else None,
-        scorer=scorer,
-        writer=stack.enter_context(writer),
-        progress=stack.enter_context(progress),
-        timer=PhaseTimer(),
-        stop=stop,
-    )
-    r = Run(
-        parts=parts,
-        programs=programs,
-        context=context,
-        held_out=held_out,
-        origin=origin,
-        checkpoints=checkpoints,
-        watch=Watch(config),
-        total_steps=total,
-    )
-    return r, state, meta
-
-
-def open_data(parts: Setup) -> PromptIterator | SftIterator:
-    """The stream of training prompts, or of supervised rows."""
-    config = parts.config
-    if not config.trains_on_rollouts:
-        key = "batch.row_tokens" if config.batch.row_tokens else "data.max_prompt_tokens"
-        longest, context = parts.longest_tokens, parts.model.config.max_positions
-        if context < longest:
-            longest, key = context, "the model's max_position_embeddings"
-        return SftIterator(config.data, parts.tokenizer, config.seed, longest, max_tokens_key=key)
-    return PromptIterator(config.data, parts.tokenizer, config.seed)
-
-
-def total_steps(config: RunConfig, rows: int) -> int:
-    """Steps of the whole run: ``steps``, or what ``data.epochs`` passes over the rows give, whichever is
-    less."""
-    if config.data.epochs is None:
-        assert config.steps is not None  # RunConfig.problems
-        return config.steps
-    there = -(-rows * config.data.epochs // config.data.prompts_per_step)
-    return there if config.steps is None else min(config.steps, there)
-
-
-def tell_total(config: RunConfig, rows: int, total: int) -> None:
-    """Where the data decides how long the run is, and its schedules with it."""
-    if config.data.epochs is None:
-        return
-    if config.steps is not None and total < config.steps:
-        logger.warning(
-            "data.epochs %d gives %d steps, fewer than steps %d; the run and its schedules have %d",
-            config.data.epochs,
-            total,
-            config.steps,
-            total,
-        )
-    prompts = config.data.prompts_per_step * (1 + config.algo.extra_rounds)
-    fewest = -(-rows * config.data.epochs // prompts)
-    if fewest < total:
-        logger.warning(
-            "extra rounds of sampling can use up the data after %d of %d steps; optim.schedule (%s) is laid "
-            "out for %d. steps gives the run a length that does not depend on the samples",
-            fewest,
-            total,
-            config.optim.schedule,
-            total,
-        )
 
 
 def _due(every: int, step: int) -> bool:

@@ -38,7 +38,7 @@ from jaxrl.record.metrics import METRICS_FILE
 from jaxrl.rewards.config import RewardTerm
 from jaxrl.rewards.pool import RewardPool, Scores
 from jaxrl.run import ends, shrink
-from jaxrl.run.loop import open_data
+from jaxrl.run.opening import open_data
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import Setup, set_up
 from jaxrl.store.checkpoint import Checkpoints

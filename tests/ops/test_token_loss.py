@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.mesh.sharding import MeshConfig, make_mesh
+from jaxrl.mesh.axes import MeshConfig, make_mesh
 from jaxrl.ops.token_loss import token_loss
 
 R, S, D, V = 8, 37, 24, 336

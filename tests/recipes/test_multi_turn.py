@@ -194,11 +194,13 @@ def test_a_row_without_room_for_an_action_is_refused(batch, key):
 
 def test_a_failed_episode_has_no_say_in_the_mean_reward():
     rollouts = two_episodes()
-    first, second = rollouts.episodes
-    failed = dataclasses.replace(second, failure="timeout", reward=-9.0)
-    metrics = collect.episode_metrics(dataclasses.replace(rollouts, episodes=[first, failed]))
-    assert metrics["environment/reward_mean"] == first.reward == 1.0 and metrics["environment/errors"] == 1
-    metrics = collect.episode_metrics(dataclasses.replace(rollouts, episodes=[failed, failed]))
+    first, second = rollouts.samples
+    episode = dataclasses.replace(second.episode, failure="timeout", reward=-9.0)
+    failed = dataclasses.replace(second, episode=episode)
+    metrics = collect.episode_metrics(dataclasses.replace(rollouts, samples=[first, failed]))
+    assert metrics["environment/reward_mean"] == first.episode.reward == 1.0
+    assert metrics["environment/errors"] == 1
+    metrics = collect.episode_metrics(dataclasses.replace(rollouts, samples=[failed, failed]))
     assert "environment/reward_mean" not in metrics
 
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.config import ConfigError, UserCodeError, load, to_yaml
-from jaxrl.run import loop
+from jaxrl.run import loop, opening
 from jaxrl.run.settings import RunConfig
 from jaxrl.run.setup import set_up
 from jaxrl.store.checkpoint import Checkpoints
@@ -421,7 +421,7 @@ def test_quantised_weights_are_refused_before_the_data_is_read(fixtures, tmp_pat
         None,
         [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algo.name=sft", "steps=1"],
     )[0]
-    monkeypatch.setattr(loop, "open_data", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(opening, "open_data", lambda *_: pytest.fail("the data was read"))
     with pytest.raises(ConfigError, match=rf"'{name}' in model.safetensors is I8"):
         loop.run(config)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.compile.tpu import chip_of, program_cost, topology_mesh
-from jaxrl.mesh.sharding import MeshConfig
+from jaxrl.mesh.axes import MeshConfig
 from jaxrl.ops.token_log_probs import token_log_probs
 from jaxrl.ops.token_loss import token_loss
 
