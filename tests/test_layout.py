@@ -6,6 +6,7 @@ import ast
 import collections
 import functools
 import pathlib
+import re
 import tomllib
 
 import pytest
@@ -205,3 +206,13 @@ def test_no_module_is_called_utils():
 @pytest.mark.parametrize("folder", sorted(set().union(*LAYERS) - {"types"}))
 def test_tests_mirror_the_package(folder):
     assert list((ROOT / "tests" / folder).glob("test_*.py"))
+
+
+def test_the_path_of_a_reader_is_short_and_its_line_counts_are_true():
+    section = (
+        (ROOT / "CONTRIBUTING.md").read_text().split("## What one GRPO step does\n")[1].split("\n## ")[0]
+    )
+    path = {file: int(lines) for file, lines in re.findall(r"\| `(jaxrl/\S+\.py)` \| (\d+) \|", section)}
+    found = {file: len((ROOT / file).read_text().splitlines()) for file in path}
+    assert len(path) <= 7 and sum(found.values()) <= 1800
+    assert found == pytest.approx(path, rel=0.1)
