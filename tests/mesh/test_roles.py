@@ -29,7 +29,7 @@ data:
   {source: arithmetic, options: {digits: 1}, chat_template: none, max_prompt_tokens: 6, prompts_per_step: 4}
 rollout: {tensor: 2, group_size: 4, max_new_tokens: 6, slots: 8, prefill_chunk_tokens: 8, decode_batches: 1}
 rewards: {terms: [{name: arithmetic}, {name: length, args: {target: 3}}], workers: 0}
-eval: {every: 1, limit: 4, split: test}
+eval: {every: 0, at_end: true, limit: 4, split: test}
 algo: {name: grpo, kl_coef: 0.1, kl_in: loss}
 optim: {learning_rate: 1e-2, eps: 1e-2}
 batch: {micro_batch_tokens: 96}

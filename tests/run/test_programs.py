@@ -1,6 +1,5 @@
 """What ``loop_programs`` lowers is what training runs: the same objects, the same programs to the letter."""
 
-import dataclasses
 
 import jax
 import numpy as np
@@ -101,10 +100,7 @@ def test_lowered_programs_are_those_that_training_runs(overrides, tmp_path, monk
         expected.extend(loop_programs(parts, programs))
         if programs.engine is not None:
             record_engine(programs.engine, recorded)
-            refresh = dataclasses.replace(
-                programs.refresh, program=Recorder(programs.refresh.program, recorded)
-            )
-            programs = dataclasses.replace(programs, refresh=refresh)
+            programs.refresh.program = Recorder(programs.refresh.program, recorded)
         for name in ("forward", "update"):
             vars(programs.learner)[name] = Recorder(getattr(programs.learner, name), recorded)
         return programs
