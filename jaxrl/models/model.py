@@ -68,7 +68,7 @@ class Model:
         mesh = mesh or self.mesh
         if mesh is not None and self.config.num_heads % mesh.shape[TENSOR]:
             raise ConfigError(
-                f"{mesh.shape['tensor']} does not divide the model's {self.config.num_heads} query heads; "
+                f"{mesh.shape[TENSOR]} does not divide the model's {self.config.num_heads} query heads; "
                 f"valid are {', '.join(map(str, divisors(self.config.num_heads)))}",
                 "mesh.tensor" if view == "train" else "rollout.tensor",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from rich.console import Console
@@ -10,12 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxrl.compile.tpu import chip_of
+from jaxrl.ops.axes import BATCH_AXES, TENSOR
+from jaxrl.ops.chip import GIB
 from jaxrl.planner.advice import Change
 from jaxrl.planner.compile import Compilation
 from jaxrl.planner.cost import LEFT_OUT, Estimate, Usage
 from jaxrl.planner.ledger import Ledger, Phase, largest
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,10 @@ def show(plan: Plan, console: Console) -> None:
 
 def _rollout_view(c: Compilation) -> str:
     view = c.facts.get("rollout_mesh")
-    return f", rollout view data {view['data'] * view['fsdp']} x tensor {view['tensor']}" if view else ""
+    if not view:
+        return ""
+    replicas = math.prod(view[axis] for axis in BATCH_AXES)
+    return f", rollout view data {replicas} x tensor {view[TENSOR]}"
 
 
 def _device_note(c: Compilation) -> str:

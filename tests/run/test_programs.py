@@ -1,6 +1,5 @@
 """What ``loop_programs`` lowers is what training runs: the same objects, the same programs to the letter."""
 
-
 import jax
 import numpy as np
 import pytest
