@@ -266,14 +266,16 @@ class Column:
     doc: str
     dtype: Literal["float32", "int32"] = "float32"
     per: Literal["token", "sequence"] = "token"
-    """sequence: one number for a sequence, which stands at each of its scored tokens in the batch."""
+    """sequence: one number for a sequence, which stands at each of its learned tokens in the batch."""
 
 
 ADVANTAGES = Column(name="advantages", doc="How much better than expected; 0 outside loss_mask.")
 ROLLOUT_LOG_PROBS = Column(name="rollout_log_probs", doc="The sampler's (nats).")
 OLD_LOG_PROBS = Column(name="old_log_probs", doc="The policy's at the start of the updates (nats).")
 REF_LOG_PROBS = Column(name="ref_log_probs", doc="The frozen reference's (nats).")
-TARGETS = Column(name="targets", doc="Ids to score in place of the tokens themselves.", dtype="int32")
+TARGETS = Column(
+    name="targets", doc="Ids whose log-probs are computed, in place of the tokens themselves.", dtype="int32"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -289,11 +291,11 @@ class TrainBatch:
     """int32; 1, 2, ... number the sequences of a row (a shared prompt has the number of the first sequence
     behind it), 0 is padding."""
     loss_mask: Any
-    """float32; 1 at tokens the loss scores."""
+    """float32; 1 at learned tokens."""
     loss_weights: Any
     """float32; the loss is sum(loss_weights * per-token loss) over the whole update."""
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else the loss reads, by the name of its ``Column``; 0 where nothing is scored."""
+    """What else the loss reads, by the name of its ``Column``; 0 where nothing is learned."""
     sample_ids: Any = None
     """int32; as segment_ids, but the sequences of one sample (the rows of an episode, the two of a pair) have
     one number. None: every sequence is a sample, or no loss of theirs is a sample's."""

@@ -169,7 +169,7 @@ class Learner:
         ``Model.hidden_states`` says of the experts.
 
         The one place where logits are shifted against tokens: the state at t - 1 predicts the token at t, or
-        that at ``predictors`` where a prompt is shared. A sequence's first token is never scored, so what
+        that at ``predictors`` where a prompt is shared. A sequence's first token is never learned, so what
         predicts it does not matter.
         """
         hidden, experts = self.model.hidden_states(

@@ -150,14 +150,14 @@ class Sequence:
     tokens: np.ndarray
     """[n] ids."""
     loss_mask: np.ndarray
-    """[n] 1 at the tokens the loss scores; 0 at the prompt."""
+    """[n] 1 at the learned tokens; 0 at the prompt."""
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By the name of a ``Column``: [n], or one number for all scored tokens."""
+    """By the name of a ``Column``: [n], or one number for all learned tokens."""
     loss_weights: np.ndarray | None = None
     group: int | None = None
     """Sequences of one group begin with the same prompt; None: it shares nothing."""
     prompt_tokens: int = 0
-    """Length of that prompt; none of its tokens is scored."""
+    """Length of that prompt; none of its tokens is learned."""
     sample: int | None = None
     """Which sample of the step it belongs to: an episode may have several rows. None: one of its own."""
 
@@ -202,7 +202,7 @@ def pack(
     Raises:
         ConfigError: a sequence is longer than a row, or all of them need more micro-batches than M.
         ValueError: an empty sequence, a column that a sequence lacks or that has the wrong shape, or a prompt
-            that is scored or not that of its group.
+            that is learned or not that of its group.
     """
     lengths = np.array([len(s) for s in sequences], np.int64)
     if (lengths == 0).any():
@@ -385,7 +385,7 @@ def _write(
             prompts[row, s.group] = lay(row, s, slice(prompt))
         shared = prompts[row, s.group] if prompt else 0
         if np.any(s.loss_mask[:prompt]):
-            raise ValueError(f"pack: a sequence of group {s.group} scores its prompt")
+            raise ValueError(f"pack: a sequence of group {s.group} learns its prompt")
         if (ints["tokens"][row, shared : shared + prompt] != s.tokens[:prompt]).any():
             raise ValueError(f"pack: a sequence of group {s.group} does not begin with its prompt")
         start = lay(row, s, slice(prompt, None))

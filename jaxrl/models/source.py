@@ -49,8 +49,8 @@ class ModelSource:
     )
     attention: Literal["reference", "chunked", "pallas"] | None = setting(
         None,
-        "implementation of attention over whole rows (scoring, update); null: pallas (splash attention) on "
-        "TPU, elsewhere reference for short rows and chunked (by blocks) for long ones",
+        "implementation of attention over whole rows (statistics, update); null: pallas (splash attention) "
+        "on TPU, elsewhere reference for short rows and chunked (by blocks) for long ones",
     )
 
     def problems(self) -> Iterable[tuple[str, str]]:

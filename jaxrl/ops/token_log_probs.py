@@ -6,8 +6,8 @@
 
 ``reference`` writes this down with all logits in memory. ``chunked`` (plain XLA) walks over blocks of tokens
 and computes the logits of a block again in the backward pass. ``pallas`` does it in TPU kernels whose logits
-never leave VMEM; where there is no TPU they are interpreted, slowly. Unscored tokens are left out: the scored
-ones are gathered to the front and only their blocks are computed.
+never leave VMEM; where there is no TPU they are interpreted, slowly. Tokens outside the mask are left
+out: the others are gathered to the front and only their blocks are computed.
 
 Under a mesh each device sees some tokens and some of the vocabulary, and one max and one sum per token join
 the parts (Megatron-LM, arXiv:1909.08053, section 3). The vocabulary lies over ``tensor``; over ``fsdp``
@@ -329,7 +329,7 @@ def join_gradients(tokens: Tokens, d_hidden, d_head, hidden_dtype, head_dtype, l
 
 
 class Tokens:
-    """The scored tokens of [R, T], in front of a list [N] that is padded to whole blocks."""
+    """The tokens of the mask [R, T], in front of a list [N] that is padded to whole blocks."""
 
     def __init__(self, mask: jax.Array | None, shape: tuple[int, int], block: int):
         self.shape, size = shape, math.prod(shape)
@@ -343,7 +343,7 @@ class Tokens:
             self.order = jnp.pad(order, (0, self.length - size))
 
     def take(self, x):
-        """[R, T, ...] -> [N, ...], zeros where there is no scored token."""
+        """[R, T, ...] -> [N, ...], zeros where there is no token of the mask."""
         x = x.reshape(-1, *x.shape[2:])
         if self.order is None:
             return jnp.pad(x, [(0, self.length - len(x))] + [(0, 0)] * (x.ndim - 1))
@@ -351,16 +351,16 @@ class Tokens:
         return jnp.where(used, x[self.order], jnp.zeros((), x.dtype))
 
     def put(self, x):
-        """[N, ...] -> [R, T, ...]; arbitrary at unscored tokens."""
+        """[N, ...] -> [R, T, ...]; arbitrary outside the mask."""
         x = x[: math.prod(self.shape)] if self.order is None else x[self.inverse]
         return x.reshape(*self.shape, *x.shape[1:])
 
     @property
     def used(self):
-        """[N] bool: scored."""
+        """[N] bool: a token of the mask."""
         return jnp.arange(self.length) < self.count
 
     def take_cotangents(self, ct: Cotangents) -> Cotangents:
-        """[R, T] -> [N]; unscored tokens get no probabilities either."""
+        """[R, T] -> [N]; other tokens get no probabilities either."""
         ct = jax.tree.map(self.take, ct)
         return ct._replace(log_sum_exp=jnp.where(self.used, ct.log_sum_exp, -MASKED))

@@ -1,8 +1,8 @@
 """The passes over the output head in plain XLA: the path of CPUs and GPUs.
 
-Each works on what one device holds: hidden states [N, D] with the ``count`` scored ones in front, a part of
+Each works on what one device holds: hidden states [N, D] with the ``count`` wanted ones in front, a part of
 the head [V, D], targets [N] as rows of that part (others are elsewhere), and ``limit``, the rows of it that
-are real ids. Blocks of tokens go one after the other, unscored blocks are never computed, and a block's
+are real ids. Blocks of tokens go one after the other, blocks after them are never computed, and a block's
 logits are the only array with a vocabulary axis.
 """
 
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
 class Cotangents(NamedTuple):
     """Gradient of a loss with respect to a token's logits:  hit * target - p * (base + slope * logit).
 
-    Each [N] float32. ``hit`` is 1 at the target, p the softmax exp(logit - log_sum_exp). Unscored tokens have
+    Each [N] float32. ``hit`` is 1 at the target, p the softmax exp(logit - log_sum_exp). Unwanted tokens have
     zeros, and a ``log_sum_exp`` that makes p 0.
     """
 
@@ -53,7 +53,7 @@ def block_tokens(tokens: int, head) -> int:
 
 def forward(hidden, head, targets, count, limit, softmax: Softmax, gradient: bool):
     """-> (statistics, None). Statistics are float32 [4, N]: max logit, sum of exp(logit - max), the same
-    weighted with the logit, target logit (0 if elsewhere); 0, 1, 0, 0 at unscored blocks. One matrix product,
+    weighted with the logit, target logit (0 if elsewhere); 0, 1, 0, 0 at unwanted blocks. One matrix product,
     ``gradient`` or not."""
     size = block_tokens(len(hidden), head)
 

@@ -182,7 +182,7 @@ def _head_gradient(hidden, head, targets, count, limit, softmax, ct: Cotangents,
         name="token_log_probs_head_gradient",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            # At least one block, whose zeros make the gradient 0 when no token is scored.
+            # At least one block, whose zeros make the gradient 0 when the mask is empty.
             grid=(blocks, _used(count, inner, at_least=1)),
             in_specs=[
                 pl.BlockSpec((inner, width), lambda j, i, *_: (i, 0)),

@@ -1,7 +1,7 @@
 """The kernels of ``token_log_probs_tpu``: pieces of a block in loops, logits in VMEM only.
 
 Their arguments: ``x`` a block of the hidden states, ``w`` of the head, ``target`` and ``token`` the targets
-and ``Cotangents`` of its tokens, ``scalars`` (scored tokens, rows of the head that are real ids).
+and ``Cotangents`` of its tokens, ``scalars`` (tokens of the mask, rows of the head that are real ids).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class AdvantageConfig:
     )
     std_epsilon: float = setting(1e-4, "added to every standard deviation that divides (reward units)")
     whiten: Literal["none", "sequence", "token"] = setting(
-        "none", "bring advantages to mean 0 and variance 1 over all sequences, or over all scored tokens"
+        "none", "bring advantages to mean 0 and variance 1 over all sequences, or over all learned tokens"
     )
     reward_combine: Literal["sum", "normalized_sum"] = setting(
         "sum", "several rewards: weighted sum, or each one normalised in its group before that sum (GDPO)"
@@ -105,7 +105,7 @@ def compute(
         rewards: float [P, G], the G completions of a prompt in a row; NaN = abstained.
         penalty: float [P, G], taken off the reward after the division: ``kl_coef`` x KL of each completion;
             None: nothing.
-        num_tokens: [P, G] scored tokens of each completion; needed for ``whiten: token``.
+        num_tokens: [P, G] learned tokens of each completion; needed for ``whiten: token``.
 
     Returns:
         float64 [P, G].
@@ -192,9 +192,9 @@ def _centre(rewards: np.ndarray, config: AdvantageConfig) -> np.ndarray:
 
 
 def _whiten(advantages: np.ndarray, config: AdvantageConfig, num_tokens: np.ndarray | None) -> np.ndarray:
-    """Mean 0 and variance 1 over sequences or their scored tokens; exactly 0 where all are equal."""
+    """Mean 0 and variance 1 over sequences or their learned tokens; exactly 0 where all are equal."""
     if config.whiten == "token" and num_tokens is None:
-        raise ValueError("whiten: token needs the number of scored tokens of each completion")
+        raise ValueError("whiten: token needs the number of learned tokens of each completion")
     weights = np.ones(advantages.shape) if config.whiten == "sequence" else np.asarray(num_tokens, np.float64)
     weights = np.where(np.isnan(advantages), 0.0, weights)
     counted = np.where(weights > 0, advantages, np.nan)

@@ -190,7 +190,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 def sequences_of(rollouts: Rollouts) -> list[Sequence]:
     """Prompt and completion of each sample as one row of tokens, of an episode perhaps several; the policy's
-    own tokens are scored."""
+    own tokens are learned."""
     found = []
     for i, sample in enumerate(rollouts.samples):
         for n, row in enumerate(sample.rows):

@@ -150,14 +150,14 @@ class Grpo(Recipe, PolicyLossConfig, AdvantageConfig, Aggregation):
         if self.mask_truncated:
             drop = drop | rollouts.truncated
         samples, shape = by_sample(sequences), (-1, rollouts.group_size)
-        scored = np.where(drop, 0, num_tokens(samples)).reshape(shape)
+        learned = np.where(drop, 0, num_tokens(samples)).reshape(shape)
         kl_penalty = None
         if self.kl_coef and self.kl_in == "reward":
             kl = np.array([sum(self._kl(s) for s in rows) for rows in samples]).reshape(shape)
             kl_penalty = self.kl_coef * kl
-            if scored.any():
-                metrics["algo/kl"] = float(kl[scored > 0].sum() / scored.sum())
-        values = adv.compute(rewards.reshape(shape), self, penalty=kl_penalty, num_tokens=scored).reshape(-1)
+            if learned.any():
+                metrics["algo/kl"] = float(kl[learned > 0].sum() / learned.sum())
+        values = adv.compute(rewards.reshape(shape), self, penalty=kl_penalty, num_tokens=learned).reshape(-1)
         metrics["algo/masked_fraction"] = float(drop.mean())
         metrics["algo/advantage_abs_mean"] = float(np.abs(values).mean())
         found = []

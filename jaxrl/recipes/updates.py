@@ -20,7 +20,7 @@ from jaxrl.recipes.context import Context
 from jaxrl.types import TARGETS, Column, TrainBatch, TrainState
 
 Weights = Callable[[np.ndarray], np.ndarray]
-"""int [B] scored tokens of the samples of an update -> float [B], the weight of each one's tokens."""
+"""int [B] learned tokens of the samples of an update -> float [B], the weight of each one's tokens."""
 
 
 def with_log_probs(
@@ -119,12 +119,12 @@ def by_sample(sequences: list[Sequence]) -> list[list[Sequence]]:
 
 
 def num_tokens(samples: list[list[Sequence]]) -> np.ndarray:
-    """[B] scored tokens of each sample, over all its rows."""
+    """[B] learned tokens of each sample, over all its rows."""
     return np.array([sum(s.loss_mask.sum() for s in rows) for rows in samples])
 
 
 def targets(context: Context) -> tuple[Column, ...]:
-    """The column that a forward pass reads: the ids to score, where the loss has ids of its own."""
+    """The column that a forward pass reads: ids of the loss, where it has its own targets."""
     return tuple(column for column in context.learner.loss.columns if column is TARGETS)
 
 

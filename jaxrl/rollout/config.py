@@ -57,7 +57,7 @@ class RolloutConfig:
     top_k: int = setting(
         0,
         "keep the k most probable tokens; 0: off. "
-        "Refused in training: the loss would score another distribution",
+        "Refused in training: the log-probs would be of another distribution",
     )
     top_p: float = setting(1.0, "nucleus probability; 1: off. Refused in training, as top_k")
     min_p: float = setting(

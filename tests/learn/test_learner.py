@@ -164,15 +164,15 @@ def test_frozen_parameters_stay_and_have_no_moments():
 def test_accumulate_returns_the_statistics_of_forward():
     own, found = learner(), sequences()
     batch, count, index = packed(found)
-    scored = own.forward(parameters(), {}, batch, count)
+    counted = own.forward(parameters(), {}, batch, count)
     _, _, statistics = own.accumulate(parameters(), {}, own.zeros(parameters()), batch, count)
-    for a, b in zip(statistics, scored, strict=True):
+    for a, b in zip(statistics, counted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    for s, values in zip(found, unpack(np.asarray(scored.log_probs), index), strict=True):
+    for s, values in zip(found, unpack(np.asarray(counted.log_probs), index), strict=True):
         assert (values[s.loss_mask == 0] == 0).all() and (values[s.loss_mask > 0] < 0).all()
 
 
-def test_other_targets_than_the_tokens_can_be_scored():
+def test_log_probs_of_other_targets_than_the_tokens():
     """A token's log-prob at its place is that of a sequence which has it there."""
     own, found = learner(), sequences(1)
     (s,) = found
@@ -213,7 +213,7 @@ def test_an_update_that_is_not_finite_or_weighs_nothing_changes_nothing():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Regression(Loss):
-    """Squared error of the number at each scored token."""
+    """Squared error of the number at each learned token."""
 
     head = "number"
 

@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def make_batch(rows=4, length=16, seed=0, **given):
-    """Rows of two sequences each, with an unscored token before each, and 2 tokens of padding."""
+    """Rows of two sequences each, with a token that is not learned before each, and 2 tokens of padding."""
     rng = np.random.default_rng(seed)
     segments = np.zeros((rows, length), np.int32)
     segments[:, :6], segments[:, 6 : length - 2] = 1, 2
@@ -89,7 +89,7 @@ def test_impossible_tokens_of_the_other_policies_give_finite_values_and_gradient
         assert np.isfinite(grads[0]).all()
 
 
-def test_not_a_number_at_a_scored_token_is_not_hidden():
+def test_not_a_number_at_a_learned_token_is_not_hidden():
     log_probs, entropies, batch = make_batch()
     log_probs[0, 3] = np.nan
     (loss, _), _ = loss_and_gradient(log_probs, entropies, batch, Grpo())
@@ -97,7 +97,7 @@ def test_not_a_number_at_a_scored_token_is_not_hidden():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_not_scored_does_not_matter(variant):
+def test_what_is_not_learned_does_not_matter(variant):
     log_probs, entropies, batch = make_batch()
     expected = loss_and_gradient(log_probs, entropies, batch, VARIANTS[variant])
     off = batch.loss_mask == 0
@@ -211,11 +211,11 @@ def test_metrics_of_several_updates_are_means_over_their_tokens():
     updates = [loss_and_gradient(*batch, Grpo())[0][1] for batch in (long, short)]
     found = finish(*(of_update(metrics) for metrics in updates))
 
-    scored = [batch.loss_mask > 0 for _, _, batch in (long, short)]
-    entropies = np.concatenate([e[m] for (_, e, _), m in zip((long, short), scored, strict=True)])
+    learned = [batch.loss_mask > 0 for _, _, batch in (long, short)]
+    entropies = np.concatenate([e[m] for (_, e, _), m in zip((long, short), learned, strict=True)])
     assert found["algo/entropy"] == pytest.approx(entropies.astype(np.float64).mean(), rel=1e-6)
     ratios = [
-        np.exp(p - b.columns["old_log_probs"])[m] for (p, _, b), m in zip((long, short), scored, strict=True)
+        np.exp(p - b.columns["old_log_probs"])[m] for (p, _, b), m in zip((long, short), learned, strict=True)
     ]
     assert found["algo/ratio_mean"] == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
     assert found["algo/ratio_max"] == pytest.approx(max(r.max() for r in ratios), rel=1e-5)
@@ -244,16 +244,16 @@ def test_each_metric_says_how_it_adds_up_whatever_its_name():
 
 def test_sampler_difference_is_measured_between_the_same_weights():
     log_probs, entropies, batch = make_batch()
-    scored = batch.loss_mask > 0
+    learned = batch.loss_mask > 0
     for old in (batch.columns["old_log_probs"], None):
         batch_now = changed(batch, old_log_probs=old)
         (_, metrics), _ = loss_and_gradient(log_probs, entropies, batch_now, Grpo())
         trainer = log_probs if old is None else old
-        difference = np.abs(batch.columns["rollout_log_probs"] - trainer)[scored]
+        difference = np.abs(batch.columns["rollout_log_probs"] - trainer)[learned]
         found = finish(metrics)
         np.testing.assert_allclose(found["sampler/log_prob_diff_mean"], difference.mean(), rtol=1e-5)
         np.testing.assert_allclose(found["sampler/log_prob_diff_max"], difference.max(), rtol=1e-5)
-        ratio = np.exp(trainer - batch.columns["rollout_log_probs"])[scored]
+        ratio = np.exp(trainer - batch.columns["rollout_log_probs"])[learned]
         np.testing.assert_allclose(found["sampler/weight_mean"], np.minimum(ratio, 2.0).mean(), rtol=1e-5)
         np.testing.assert_allclose(found["sampler/clipped_fraction"], (ratio > 2.0).mean(), rtol=1e-5)
 
@@ -269,11 +269,11 @@ def test_the_off_policy_mask_sees_the_sampler(updated):
     away = log_probs + (batch.segment_ids == 1)
     batch = changed(batch, old_log_probs=old, rollout_log_probs=away)
     _, (grad, _) = loss_and_gradient(log_probs, entropies, batch, config)
-    scored = batch.loss_mask > 0
-    assert not np.asarray(grad)[scored & (batch.segment_ids == 1)].any()
-    assert np.asarray(grad)[scored & (batch.segment_ids == 2)].all()
+    learned = batch.loss_mask > 0
+    assert not np.asarray(grad)[learned & (batch.segment_ids == 1)].any()
+    assert np.asarray(grad)[learned & (batch.segment_ids == 2)].all()
     praised = changed(batch, advantages=-batch.columns["advantages"])
-    assert np.asarray(loss_and_gradient(log_probs, entropies, praised, config)[1][0])[scored].all()
+    assert np.asarray(loss_and_gradient(log_probs, entropies, praised, config)[1][0])[learned].all()
 
 
 @pytest.mark.parametrize("offset", [-0.3, 0.05])
@@ -327,7 +327,7 @@ def test_weights_aggregate_as_other_libraries_do(golden, settings, factor):
     np.testing.assert_allclose(found, goldens[f"agg_{golden}"], atol=2e-6)
 
 
-def test_sequences_without_a_scored_token_get_no_weight():
+def test_sequences_without_a_learned_token_get_no_weight():
     tokens = np.array([4, 0, 2, 0])
     found = loss_weights(tokens, Grpo(), longest_tokens=8)
     np.testing.assert_allclose(found, [1 / 6, 0, 1 / 6, 0], rtol=1e-6)

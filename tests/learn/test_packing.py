@@ -133,7 +133,7 @@ def test_the_layout_depends_on_lengths_only():
     np.testing.assert_array_equal(first[0].segment_ids, second[0].segment_ids)
 
 
-def test_one_number_for_a_sequence_stands_at_its_scored_tokens():
+def test_one_number_for_a_sequence_stands_at_its_learned_tokens():
     given = {"advantages": -1.5, "role": 2, "unread": np.ones(3)}
     sequence = Sequence(tokens=np.arange(1, 6), loss_mask=np.array([0, 0, 1, 0, 1]), columns=given)
     batch, _, index = pack([sequence], shape_of(1, 1, 8), (ADVANTAGES, ROLE))

@@ -109,7 +109,7 @@ class Layout:
         for i, (row, start, _) in self.places.items():
             for t in np.flatnonzero(mask[i]):
                 out[i, t] = rows[row, start + t]
-        assert np.count_nonzero(rows) == np.count_nonzero(out), "a gradient where nothing is scored"
+        assert np.count_nonzero(rows) == np.count_nonzero(out), "a gradient where nothing is learned"
         return out
 
     def segments(self, mask):
@@ -122,14 +122,14 @@ class Layout:
 
     def batch(self, arrays, mask, weights):
         """``arrays``: [6, 7] by column; the batch lacks one that is None."""
-        scored = np.nan_to_num(self.spread(mask.astype(np.float32), mask))
+        learned = np.nan_to_num(self.spread(mask.astype(np.float32), mask))
         laid = {name: None if v is None else self.spread(v, mask) for name, v in arrays.items()}
         per_token = np.nan_to_num(self.spread(np.broadcast_to(weights[:, None], mask.shape), mask))
         return batch_of(
-            tokens=scored.astype(np.int32),
-            positions=np.zeros_like(scored, np.int32),
+            tokens=learned.astype(np.int32),
+            positions=np.zeros_like(learned, np.int32),
             segment_ids=self.segments(mask),
-            loss_mask=scored,
+            loss_mask=learned,
             loss_weights=per_token,
             **laid,
         )

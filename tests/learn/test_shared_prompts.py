@@ -155,6 +155,6 @@ def test_a_prompt_that_is_not_the_groups_is_refused():
     good = Sequence(tokens=one.tokens, loss_mask=one.loss_mask, **prompt)
     with pytest.raises(ValueError, match="does not begin with its prompt"):
         packed([good, wrong], **options)
-    scored = Sequence(tokens=one.tokens, loss_mask=np.ones(8), **prompt)
-    with pytest.raises(ValueError, match="scores its prompt"):
-        packed([scored], **options)
+    learned = Sequence(tokens=one.tokens, loss_mask=np.ones(8), **prompt)
+    with pytest.raises(ValueError, match="learns its prompt"):
+        packed([learned], **options)

@@ -104,7 +104,7 @@ def test_real_vocabularies(implementation, vocabulary):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
-def test_unscored_tokens_are_not_computed(implementation):
+def test_tokens_outside_the_mask_are_not_computed(implementation):
     """Whatever their hidden states are, NaN included, nothing comes of them."""
     hidden, head, targets, mask, weights = inputs()
     expected = answer(hidden, head, targets, mask, weights, **CASES["plain"])

@@ -105,7 +105,7 @@ def test_sharded_equals_unsharded(way, split):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_scored_token_gives_zero(way):
+def test_an_empty_mask_gives_zero(way):
     mask = jnp.zeros((R, S), bool)
 
     def loss(log_probs, entropies, operands):

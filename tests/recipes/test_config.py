@@ -216,9 +216,9 @@ def effect(config):
     mask = (np.arange(8) < lengths[:, None]).astype(np.float32)
     rollout, ref, values = (rng.normal(-1.5, 0.3, (6, 8)).astype(np.float32) for _ in range(3))
     old = values + rng.normal(0, 0.2, (6, 8)).astype(np.float32)
-    scored, columns = lengths, {}
+    learned, columns = lengths, {}
     if isinstance(config, Grpo):
-        scored = np.where(config.mask_truncated & (lengths == 7), 0, lengths)
+        learned = np.where(config.mask_truncated & (lengths == 7), 0, lengths)
         rewards = combine_rewards(rng.normal(size=(2, 3, 2)), np.array([1.0, 0.5]), config)
         rewards += overlong_penalty(lengths, config, 7).reshape(2, 3)
         kl = np.sum(mask * (old - ref) ** (1 if config.kl_estimator == "k1" else 2), 1).reshape(2, 3)
@@ -226,7 +226,7 @@ def effect(config):
         found = compute(rewards, config, penalty=penalty, num_tokens=lengths.reshape(2, 3))
         columns = {"rollout_log_probs": rollout, "old_log_probs": old, "ref_log_probs": ref}
         columns["advantages"] = np.repeat(found.reshape(6, 1), 8, axis=1).astype(np.float32)
-    weights = loss_weights(scored, config, longest_tokens=7)
+    weights = loss_weights(learned, config, longest_tokens=7)
     batch = TrainBatch(
         tokens=mask.astype(np.int32),
         positions=mask.astype(np.int32),

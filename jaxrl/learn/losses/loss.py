@@ -1,6 +1,6 @@
 """A loss as a value: what it reads, what it is a loss of, and a function of the tokens' terms.
 
-    loss = sum over scored tokens of  loss_weight * loss of the token
+    loss = sum over learned tokens of  loss_weight * loss of the token
 
 The weights are computed once for a whole update (``loss_weights``), so that micro-batches and devices add up
 exactly. A new loss is a subclass of ``Loss``; CONTRIBUTING.md has a complete example.
@@ -26,7 +26,7 @@ LOG_PROB_FLOOR = -1e4
 
 
 class Statistics(NamedTuple):
-    """Of each token of a batch, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is scored."""
+    """Of each token of a batch, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is learned."""
 
     log_probs: jax.Array
     """Nats, of logits / temperature."""
@@ -37,7 +37,7 @@ class Numbers(NamedTuple):
     """What a head of one number (a value, a reward) gives for each token of a batch."""
 
     numbers: jax.Array
-    """float32 [M, R, T] (one micro-batch: [R, T]); also at tokens that are not scored."""
+    """float32 [M, R, T] (one micro-batch: [R, T]); also at tokens that are not learned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,20 @@ class Loss(abc.ABC):
         """Share of one micro-batch [R, T] in the update's loss (scalar, with gradient), and in its metrics;
         ``statistics`` are what the head gives.
 
-        Values at tokens that are not scored must not matter, not even as NaN.
+        Values at tokens that are not learned must not matter, not even as NaN.
         """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not scored."""
+    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
 
     log_probs: jax.Array
     """Of the policy, with gradient."""
     entropies: jax.Array
     """Of the policy, with gradient."""
     mask: jax.Array
-    """1 at scored tokens."""
+    """1 at learned tokens."""
     sample_ids: jax.Array
     """int32; 1, 2, ... number the samples of a row: sequences, or episodes with all their rows."""
     columns: Mapping[str, jax.Array]
@@ -86,26 +86,26 @@ class Terms:
 
     @classmethod
     def of(cls, statistics: Statistics, micro: TrainBatch) -> Terms:
-        """The terms with everything that is not scored set to 0."""
-        scored = micro.loss_mask > 0
+        """The terms with everything that is not learned set to 0."""
+        learned = micro.loss_mask > 0
 
         def clean(values: jax.Array) -> jax.Array:
-            return jnp.where(scored, values, 0)
+            return jnp.where(learned, values, 0)
 
         return Terms(
             log_probs=floored(clean(statistics.log_probs)),
             entropies=clean(statistics.entropies).astype(jnp.float32),
-            mask=scored.astype(jnp.float32),
+            mask=learned.astype(jnp.float32),
             sample_ids=micro.segment_ids if micro.sample_ids is None else micro.sample_ids,
             columns={name: clean(values) for name, values in micro.columns.items()},
         )
 
     def sequence_sum(self, values: jax.Array) -> jax.Array:
-        """Sum of values [R, T] over the scored tokens of a sample, at each of its tokens."""
+        """Sum of values [R, T] over the learned tokens of a sample, at each of its tokens."""
         return _sequence_sum(values * self.mask, self.sample_ids)
 
     def sequence_mean(self, values: jax.Array) -> jax.Array:
-        """Mean of values [R, T] over the scored tokens of a sample, at each of its tokens."""
+        """Mean of values [R, T] over the learned tokens of a sample, at each of its tokens."""
         return self.sequence_sum(values) / jnp.maximum(_sequence_sum(self.mask, self.sample_ids), 1.0)
 
 
@@ -138,7 +138,7 @@ class Aggregation:
         "1: plain sum over tokens",
     )
     empty_sequences: Literal["count", "skip"] = setting(
-        "count", "whether sequences without a scored token count in the number of sequences that divides"
+        "count", "whether sequences without a learned token count in the number of sequences that divides"
     )
 
     def aggregation_problems(self) -> Iterator[tuple[str, str]]:
@@ -156,28 +156,28 @@ class Aggregation:
 
 
 def loss_weights(num_tokens: np.ndarray, config: Aggregation, *, longest_tokens: int) -> np.ndarray:
-    """Weight of each scored token of each sequence, for one whole update (all micro-batches, all devices).
+    """Weight of each learned token of each sequence, for one whole update (all micro-batches, all devices).
 
     A token's weight is that of its sequence times its loss_mask. token_mean: 1 / all tokens; sequence_mean:
-    1 / (B n_i); constant: 1 / (B Lmax). B counts every sequence, or those with a scored token
+    1 / (B n_i); constant: 1 / (B Lmax). B counts every sequence, or those with a learned token
     (``empty_sequences``).
 
     Args:
-        num_tokens: int [B] scored tokens (ones of the loss_mask) of each sequence in the update.
+        num_tokens: int [B] learned tokens (ones of the loss_mask) of each sequence in the update.
         longest_tokens: the Lmax where ``constant_length_tokens`` is null.
 
     Returns:
         float32 [B]; 0 for sequences that are not trained on, all 0 when there is none.
     """
-    scored = np.asarray(num_tokens, np.float64)
-    sequences = np.count_nonzero(scored) if config.empty_sequences == "skip" else len(scored)
+    learned = np.asarray(num_tokens, np.float64)
+    sequences = np.count_nonzero(learned) if config.empty_sequences == "skip" else len(learned)
     if config.aggregation == "token_mean":
-        divisor = np.full_like(scored, scored.sum())
+        divisor = np.full_like(learned, learned.sum())
     elif config.aggregation == "sequence_mean":
-        divisor = sequences * scored
+        divisor = sequences * learned
     else:
-        divisor = np.full_like(scored, sequences * (config.constant_length_tokens or longest_tokens))
-    return np.where(scored > 0, 1.0 / np.maximum(divisor, 1.0), 0.0).astype(np.float32)
+        divisor = np.full_like(learned, sequences * (config.constant_length_tokens or longest_tokens))
+    return np.where(learned > 0, 1.0 / np.maximum(divisor, 1.0), 0.0).astype(np.float32)
 
 
 def objective(name: str, known: Mapping[str, Callable]) -> Callable[..., jax.Array]:

@@ -136,7 +136,7 @@ class PolicyLossConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms(TokenTerms):
-    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not scored."""
+    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
 
     old_log_probs: jax.Array
     """The policy's own values without gradient where the batch has none: ratio exactly 1."""
@@ -240,7 +240,7 @@ class PolicyLoss(Loss):
         return self.config.kl_coef != 0 and self.config.kl_in == "loss"
 
     def _metrics(self, terms: Terms) -> Metrics:
-        """What people watch. Means over scored tokens, but those of a sequence's ratio over sequences."""
+        """What people watch. Means over learned tokens, but those of a sequence's ratio over sequences."""
         config, mask, old = self.config, terms.mask, terms.old_log_probs
         metrics: Metrics = {"algo/entropy": mean_of(terms.entropies, mask)}
         metrics["algo/kl_old"] = mean_of(estimate(old, terms.log_probs, "k3"), mask)

@@ -40,7 +40,7 @@ OBJECTIVES: Mapping[str, Callable[[Terms, SftLossConfig], jax.Array]] = {"nll": 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SftLoss(Loss):
-    """Loss of the scored tokens of given rows."""
+    """Loss of the learned tokens of given rows."""
 
     config: SftLossConfig
 
