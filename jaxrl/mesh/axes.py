@@ -92,8 +92,8 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
 
 def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
     """Whether TPU chips are all of a box, as JAX's layout wants them; the few of a role may not be."""
-    places = {getattr(d, "coords", None) for d in devices}
-    if None in places:
+    coords = [getattr(d, "coords", None) for d in devices]
+    if None in coords:
         return True
-    corners = np.array([*places])
-    return bool(np.prod(np.ptp(corners, axis=0) + 1) == len(places))
+    places = {tuple(place) for place in coords}  # the cores of a chip share one
+    return bool(np.prod(np.ptp(np.array([*places]), axis=0) + 1) == len(places))

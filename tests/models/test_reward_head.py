@@ -66,7 +66,7 @@ def test_reward_is_the_score_of_the_last_real_token(split, folder, score_weight,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, r"'Qwen3ForCausalLM' is no \*ForSequenceClassification"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, r"'Qwen3ForCausalLM' is not a \*ForSequenceClassification"),
         ({"num_labels": 3}, r"has 3 labels; .* num_labels 1"),
     ],
 )
