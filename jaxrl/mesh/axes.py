@@ -92,8 +92,7 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
 
 def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
     """Whether TPU chips are all of a box, as JAX's layout wants them; the few of a role may not be."""
-    coords = [getattr(d, "coords", None) for d in devices]
-    if None in coords:
+    places = {tuple(getattr(d, "coords", ())) for d in devices}  # the cores of a chip share one
+    if () in places:
         return True
-    places = {tuple(place) for place in coords}  # the cores of a chip share one
     return bool(np.prod(np.ptp(np.array([*places]), axis=0) + 1) == len(places))
