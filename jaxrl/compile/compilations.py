@@ -1,4 +1,4 @@
-"""What JAX compiles while a run goes on: counted, and named where nothing should be."""
+"""Compilations while a run goes on: counted, and named where none should be."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CompilationCounter:
         return {"compile/count": self.count - count, "compile/seconds": self.seconds - seconds}
 
     def forget(self) -> None:
-        """What was compiled until now is no concern of ``check``."""
+        """Leave everything compiled until now out of ``check``."""
         if self._names is not None:
             self._names.found.clear()
 

@@ -109,7 +109,7 @@ class Store:
         return None
 
     def _why_missing(self, name: str, facts: dict[str, Any]) -> str:
-        """What sets ``facts`` apart from the nearest of those that are kept under the name."""
+        """The difference that sets ``facts`` apart from the nearest of those that are kept under the name."""
         differences = []
         for file in self.folder.names():
             if file.startswith(f"{_stem(name)}-") and file.endswith(".json"):
@@ -124,7 +124,7 @@ class Store:
 
 
 def identity(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, Any]:
-    """What an executable depends on: versions, devices and their places, compiler flags, the program."""
+    """Facts an executable depends on: versions, devices and their places, compiler flags, the program."""
     devices = list(mesh.devices.flat)
     tpu = devices[0].platform == "tpu"
     facts = {
@@ -145,7 +145,7 @@ def _place(device: jax.Device) -> list[Any]:
 
 
 def _processor() -> str:
-    """What code for a CPU may be compiled for."""
+    """Features of this CPU that its code may be compiled for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -67,7 +67,7 @@ class Program:
     makes: tuple[Resident, ...] = ()
     """Residents that it makes out of nothing."""
     fills: bool = False
-    """Whether it does nothing but fill or copy arrays."""
+    """True: it does nothing but fill or copy arrays."""
     attention_flops: float = 0.0
     """FLOPs of a device, an iteration, in attention kernels that tell the compiler nothing of them."""
     filled_pages: float = 1.0

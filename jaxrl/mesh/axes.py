@@ -20,7 +20,7 @@ from jaxrl.ops.axes import DATA
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices each axis of the mesh has; the product must be the number of devices."""
+    """Number of devices that each axis of the mesh has; the product must be the number of devices."""
 
     data: int = setting(-1, "data-parallel replicas (devices); -1: whatever the other axes leave")
     fsdp: int = setting(1, "devices that share one copy of parameters and optimizer state")
@@ -91,7 +91,7 @@ def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | 
 
 
 def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether TPU chips are all of a box, as JAX's layout wants them; the few of a role may not be."""
+    """True where TPU chips fill a box, as JAX's layout wants them; those of a role may not."""
     places = {tuple(getattr(d, "coords", ())) for d in devices}  # the cores of a chip share one
     if () in places:
         return True

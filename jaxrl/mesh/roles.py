@@ -20,13 +20,13 @@ class Roles(NamedTuple):
     """The mesh of each role."""
 
     policy: Mesh
-    """Of the model that is trained: the train view."""
+    """Mesh of the model that is trained: the train view."""
     rollout: Mesh
-    """Of its copy that samples: the rollout view."""
+    """Mesh of its copy that samples: the rollout view."""
 
     @property
     def reference(self) -> Mesh:
-        """Of the frozen reference: the policy's learner scores it."""
+        """Mesh of the frozen reference, whose log-probs the policy's learner computes."""
         return self.policy
 
     @property
@@ -36,7 +36,7 @@ class Roles(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether policy and rollout have the same devices."""
+        """True where policy and rollout have the same devices."""
         return self.rollout.size == self.policy.size and (
             isinstance(self.policy, AbstractMesh)
             or set(self.rollout.devices.flat) == set(self.policy.devices.flat)
@@ -44,7 +44,7 @@ class Roles(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Of all roles together."""
+        """Devices of all roles together."""
         return self.policy.size + (0 if self.shared else self.rollout.size)
 
 

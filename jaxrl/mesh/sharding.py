@@ -1,4 +1,4 @@
-"""How logical axes of arrays lie on the mesh.
+"""Rules for how logical axes of arrays lie on the mesh.
 
 The *train view* is a mesh with axes (data, fsdp, tensor) that spreads parameters over fsdp and tensor. The
 *rollout view* is the same devices, in the same order, seen as (data, tensor) with a tensor size of its own:

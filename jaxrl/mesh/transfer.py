@@ -30,11 +30,11 @@ class Transfer:
 
     def __init__(self, recast: Callable[[Any], Any], shapes: Any, shardings: Any, source: Mesh):
         self.shapes = shapes_with(shardings, shapes)
-        """What a call returns, as ShapeDtypeStructs with shardings."""
+        """Result of a call, as ShapeDtypeStructs with shardings."""
         self.source, self._shardings = source, shardings
         devices = {d for s in jax.tree.leaves(shardings) for d in s.device_set}
         self.shared = devices == set(source.devices.flat)
-        """Whether the two roles have the same devices; else they have none in common."""
+        """True where the two roles have the same devices; else they have none in common."""
 
         def refresh(params, old):
             return recast(params)
@@ -50,7 +50,7 @@ class Transfer:
         )
 
     def args(self, params: Any) -> tuple[Any, ...]:
-        """What ``program`` is called with for ``params`` (shapes)."""
+        """Arguments of ``program`` for ``params`` (shapes)."""
         return (params, self.shapes) if self.shared else (params,)
 
     def __call__(self, params: Any, old: Any = None) -> Any:

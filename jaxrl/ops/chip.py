@@ -37,7 +37,7 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_second: float
     ici_bytes_per_second: float
-    """Of one mesh axis, both directions together: what a ring over one axis moves."""
+    """Bandwidth of one mesh axis, both directions together: what a ring over one axis moves."""
     dcn_bytes_per_second: float
     """To other slices."""
     host_bytes_per_second: float
@@ -122,7 +122,7 @@ _BY_KIND = {kind: chip for chip in _CHIPS for kind in chip.device_kinds}
 
 
 class Target(NamedTuple):
-    """What a kernel is compiled for: a TPU chip, or the absence of one."""
+    """Target that a kernel is compiled for: a TPU chip, or the absence of one."""
 
     vmem_bytes: int
     interpret: bool
@@ -133,7 +133,7 @@ class Target(NamedTuple):
 
 
 def target_of(mesh: Mesh | None) -> Target:
-    """Of the mesh's devices; None: of the default ones. An unknown device counts as a v5p."""
+    """Return the target of the mesh's devices; None: of the default ones. An unknown one counts as a v5p."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     chip = _BY_KIND.get(device.device_kind, CHIPS["v5p"])
     on_tpu = platform(mesh) == "tpu"

@@ -1,4 +1,4 @@
-"""What would make room in the phase that needs most, and how much: bytes of one device.
+"""Changes that would make room in the phase that needs most, and how much: bytes of one device.
 
 Savings of what lies in memory are exact. Those of temporaries are estimates (they grow with the tokens that a
 device computes at once), and to be checked by planning again.

@@ -28,7 +28,7 @@ from jaxrl.planner.table import gib, span
 from jaxrl.run.settings import RunConfig
 
 MOST_TRIED = 3
-"""Compiled at most so many times the number that is asked for, where candidates do not fit."""
+"""Limit on candidates to compile, as a multiple of the number asked for, where some do not fit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Tried:
 
     @property
     def seconds(self) -> float:
-        """Of a step, between the two extremes."""
+        """Seconds of a step, between the two extremes."""
         return sum(self.estimate.seconds) / 2
 
 
@@ -61,7 +61,7 @@ def search(
     report: Report,
     tell: Any = lambda tried: None,
 ) -> list[Tried]:
-    """Candidates that were compiled, the fastest that fit first; ``wanted`` of them fit, where so many are
+    """Candidates that were compiled, the fastest that fit first; ``wanted`` of them fit, where as many are
     found.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What XLA's dumps say beyond ``memory_analysis``.
+"""Facts in XLA's dumps beyond ``memory_analysis``.
 
 A program needs on a device what its buffer assignment allocates there, arguments included: that is the sum
 which the compiler holds against HBM. (``peak_memory_in_bytes`` adds up live values without the gaps between
@@ -27,8 +27,8 @@ class Memory:
 
 
 def memory(dump: Path, most: int = 8) -> Memory:
-    """Of the largest module in a dump folder (beside it are scalars that JAX computes on the host); works for
-    a program that ran out of memory too. All 0 when the dump has nothing."""
+    """Return the facts of the largest module in a dump folder (others are scalars that JAX computes on the
+    host), also of a program that ran out of memory. All 0 when the dump has nothing."""
     file = max(dump.glob("*buffer-assignment.txt"), key=lambda f: f.stat().st_size, default=None)
     if file is None:
         return Memory(0, 0, ())

@@ -1,4 +1,4 @@
-"""What ``python -m jaxrl.plan`` does with its arguments: compile, add up, show and write."""
+"""The work of ``python -m jaxrl.plan``: compile, add up, show and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes, by arithmetic on the compiled programs.
+"""Seconds of a step, by arithmetic on the compiled programs.
 
 Each program's FLOPs, bytes and wire bytes are those of its HLO (``compile.tpu.program_cost``); how often it
 runs, it says itself, for assumed tokens of a prompt and of a completion. Seconds are a
@@ -24,12 +24,12 @@ LEFT_OUT = (
     "the tail of a rollout, when few sequences are left (lengths are taken as equal)",
     "what kernels lose against peak: real programs reach 40 to 70 % of it",
 )
-"""What the estimate does not count."""
+"""Costs that the estimate does not count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of one device, in one step of training."""
+    """Costs of one device, in one step of training."""
 
     flops: float = 0.0
     hbm_bytes: float = 0.0
@@ -65,7 +65,7 @@ class Estimate:
     """Sampled in a step."""
     chips: float
     steps: int | None
-    """Of the whole run; None: the data decides."""
+    """Steps of the whole run; None: the data decides."""
     concurrent: int | None
     """Sequences that the kv cache holds at once."""
 

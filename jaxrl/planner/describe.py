@@ -1,4 +1,4 @@
-"""What of a run can be said without compiling it, as JSON-able values."""
+"""Facts of a run that need no compiling, as JSON-able values."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _WIDEST = 16
 _BUSY = 0.65
 """Share of peak FLOP/s that compiled updates reach by the compiler's own cycles."""
 _MULTIPLE = 128
-"""Rows are a multiple of so many tokens on TPU."""
+"""Tokens that a row on TPU is a multiple of."""
 _RESERVE = 0.6 * GIB
 """Small things and working memory of a program."""
 
@@ -69,7 +69,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guess:
-    """What arithmetic says of a candidate."""
+    """Estimates of a candidate by arithmetic."""
 
     candidate: Candidate
     seconds: float
@@ -190,7 +190,7 @@ class Guesser:
         )
 
     def _cache_bytes(self, tensor: int) -> float:
-        """Of the longest sequence, on one device."""
+        """Bytes of the longest sequence, on one device."""
         config, model = self.config, self.model
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         heads = model.num_kv_heads // (tensor if model.num_kv_heads % tensor == 0 else 1)

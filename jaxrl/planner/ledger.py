@@ -1,4 +1,4 @@
-"""Whether a run fits: for each phase, what is in the memory of one device at its worst moment.
+"""Memory that a run needs: for each phase, what is in the memory of one device at its worst moment.
 
 A program needs what its buffer assignment says (its arguments among it), and beside it all that ``train``
 keeps on the device and does not hand to it.
@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def free_bytes(self) -> int:
-        """What the worst phase leaves; negative: what it lacks."""
+        """Bytes that the worst phase leaves; negative: that it lacks."""
         return self.hbm_bytes - self.worst.total_bytes
 
 
@@ -86,7 +86,7 @@ def ledger(c: Compilation) -> Ledger:
 
 
 def _alive(resident: Mapping, listed: Mapping) -> bool:
-    """Whether a resident lies on the devices of a program while that runs."""
+    """Return whether a resident lies on the devices of a program while that runs."""
     here = resident["devices"] == listed["devices"]
     return here and (not resident["phases"] or listed["phase"] in resident["phases"])
 

@@ -59,7 +59,7 @@ class Worker:
         return answer
 
     def compile(self, name: str) -> dict[str, Any]:
-        """What became of a program; where the process died over it, {kind: died, status: failed, ...}.
+        """The outcome of a program; where the process died over it, {kind: died, status: failed, ...}.
 
         Raises:
             ConfigError, CompilerDied: as ``description``.
@@ -98,7 +98,7 @@ class Worker:
         return answer
 
     def _end(self) -> tuple[str, str]:
-        """How the process ended, and the last it wrote."""
+        """Describe how the process ended, and the last it wrote."""
         code = self._process.wait()
         self._log.seek(0)
         last = "\n".join(self._log.read().strip().splitlines()[-12:])[-2000:]

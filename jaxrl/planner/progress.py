@@ -1,4 +1,4 @@
-"""What is being compiled, for how long."""
+"""A display of the programs that are being compiled, and for how long."""
 
 from __future__ import annotations
 

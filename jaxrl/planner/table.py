@@ -24,7 +24,7 @@ class Plan:
     """All that is known of one run on one topology."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     compilation: Compilation
     ledger: Ledger
     estimate: Estimate
@@ -248,7 +248,7 @@ def totals(plan: Plan) -> list[str]:
 
 
 def changes_table(plan: Plan) -> Table:
-    """What would make room."""
+    """Print the changes that would make room."""
     lacking = -plan.ledger.free_bytes
     table = Table(title=f"What makes room in {plan.ledger.worst.name}", title_justify="left")
     for title in ("setting", "saves GiB", "enough", "note"):

@@ -104,8 +104,8 @@ def fingerprint(program: Program, lowered: jax.stages.Lowered) -> str:
 
 
 def compiled(lowered: Any, chip: Any, dump: Path) -> dict[str, Any]:
-    """What the compiler makes of one program: status "compiled", "oom" (more memory than a device has) or
-    "failed"; seconds; the message of a failure; cost, memory and largest buffers; the executable."""
+    """Compile one program and say what came of it: status "compiled", "oom" (more memory than a device has)
+    or "failed"; seconds; the message of a failure; cost, memory and largest buffers; the executable."""
     start = time.monotonic()
     found: dict[str, Any] = {"status": "compiled", "message": ""}
     try:

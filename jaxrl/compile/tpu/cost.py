@@ -1,4 +1,4 @@
-"""What a compiled TPU program costs, read from its optimized HLO with the trip counts of its loops.
+"""Costs of a compiled TPU program, read from its optimized HLO with the trip counts of its loops.
 
 XLA's own ``cost_analysis`` counts a loop's body once and knows nothing of collectives' links. Here:
 
@@ -57,7 +57,7 @@ class Collective:
     """The device groups as the program writes them."""
     count: float
     bytes: float
-    """Of the gathered or reduced arrays, all counts together."""
+    """Bytes of the gathered or reduced arrays, all counts together."""
 
     @property
     def wire_bytes(self) -> float:
@@ -88,7 +88,7 @@ class Cost:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Of the outputs, what takes the place of donated arguments."""
+    """Bytes of outputs that take the place of donated arguments."""
     temp_bytes: int
     peak_bytes: int
     """Most HBM the program needs at once, its arguments included."""
@@ -149,7 +149,7 @@ def _cost(module: Module, memory: Any, chip: Chip, trips: int) -> Cost:
 
 @dataclasses.dataclass
 class _Total:
-    """What a computation costs, run once."""
+    """Cost of a computation, run once."""
 
     flops: float = 0.0
     hbm: float = 0.0

@@ -40,7 +40,7 @@ class Instruction:
     op: str
     operands: tuple[str, ...]
     literal: str
-    """What stands in the parentheses: a constant's value, a parameter's number."""
+    """Text in the parentheses: a constant's value, a parameter's number."""
     attributes: str
     is_root: bool
 

@@ -1,4 +1,4 @@
-"""Meshes of TPU devices that are not there: what the compiler needs to make a real TPU executable."""
+"""Meshes of TPU devices that no machine here has: what the compiler needs to make a real TPU executable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a while loop of an HLO module runs, where its bounds are constants."""
+"""Number of times that a while loop of an HLO module runs, where its bounds are constants."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _compared(module: Module, condition: str) -> tuple[str, _Side, _Side] | None
 
 
 def _resolve(module: Module, computation: str, name: str, depth: int = 0) -> _Side:
-    """What a scalar is: a constant, or element k of the computation's parameter."""
+    """Origin of a scalar: a constant, or element k of the computation's parameter."""
     instruction = module.computations[computation].get(name)
     if instruction is None or depth > 30:
         return _Side(None, None)
@@ -95,7 +95,7 @@ def _initial(module: Module, computation: str, loop: Instruction, element: int) 
 
 
 def _step(module: Module, loop: Instruction, element: int) -> int:
-    """What the body adds to element ``element`` of the carry: windowed einsums count in twos."""
+    """Number that the body adds to element ``element`` of the carry: windowed einsums count in twos."""
     body = loop.attribute("body") or ""
     root = module.root(body)
     if root.op != "tuple" or element >= len(root.operands):
