@@ -252,49 +252,25 @@ class _Builder:
             return _INVALID
         if raw is None and fields.takes_none(annotation):
             return None
-        choices = fields.members(annotation)
-        if len(choices) > 1:
-            return self.union(annotation, choices, raw, key)
-        choice = choices[0]
+        choice, *others = fields.members(annotation)
+        if others:
+            raise TypeError(f"{key}: the loader has no rule for the annotation {annotation!r}")
         if choice in (Any, object):
             return self.free(raw, key)
         if fields.is_section(choice):
             return self.section(choice, raw, key)
         if fields.container(choice) is dict and isinstance(raw, Mapping):
             return self.mapping(choice, raw, key)
-        if fields.container(choice) in (list, tuple) and isinstance(raw, list | tuple):
+        if fields.container(choice) is list and isinstance(raw, list | tuple):
             return self.items(choice, raw, key)
         if raw in ("None", "none") and fields.takes_none(annotation):
             return self.refuse(key, f"{show(raw)} given; for no value write null")
         return self.scalar(choice, raw, key, _needed(annotation))
 
-    def union(self, annotation: Any, choices: list[Any], raw: Any, key: str) -> Any:
-        # float last: it takes whole numbers too.
-        for choice in sorted(choices, key=lambda choice: choice is float):
-            trial = _Builder(self.root, self.origins, self.incomplete)
-            value = trial.value(choice, raw, key)
-            if value is not _INVALID:
-                self.lints += trial.lints
-                self.explicit |= trial.explicit
-                return value
-        alike = [choice for choice in choices if _kind(choice) is not None and isinstance(raw, _kind(choice))]
-        if len(alike) == 1:
-            return self.value(alike[0], raw, key)
-        return self.refuse(key, f"{show(raw)} given; {_needed(annotation)} is needed")
-
     def items(self, annotation: Any, raw: Sequence[Any], key: str) -> Any:
-        kind, args = fields.container(annotation), typing.get_args(annotation)
-        if kind is tuple and args and Ellipsis not in args and typing.get_origin(annotation) is tuple:
-            if len(raw) != len(args):
-                return self.refuse(key, f"{show(list(raw))} given; a list of {len(args)} items is needed")
-            wanted = list(args)
-        else:
-            wanted = [args[0] if args else Any] * len(raw)
-        pairs = enumerate(zip(wanted, raw, strict=True))
-        values = [self.value(item, value, join(key, str(i))) for i, (item, value) in pairs]
-        if any(value is _INVALID for value in values):
-            return _INVALID
-        return tuple(values) if kind is tuple else values
+        (item,) = typing.get_args(annotation) or (Any,)
+        values = [self.value(item, value, join(key, str(i))) for i, value in enumerate(raw)]
+        return _INVALID if any(value is _INVALID for value in values) else values
 
     def mapping(self, annotation: Any, raw: Mapping[Any, Any], key: str) -> Any:
         args = typing.get_args(annotation)
@@ -354,7 +330,7 @@ class _Builder:
                 return raw
             if isinstance(raw, int | float):
                 hint = "; write it in quotes"
-        elif fields.container(choice) in (list, tuple) and not isinstance(raw, Mapping):
+        elif fields.container(choice) is list and not isinstance(raw, Mapping):
             hint = f"; write [{raw}]" if isinstance(raw, str) or number else ""
         elif choice not in (bool, float, None, type(None)) and fields.container(choice) is None:
             raise TypeError(f"{key}: the loader has no rule for the annotation {choice!r}")
@@ -371,13 +347,6 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
-
-
-def _kind(annotation: Any) -> Any:
-    """The plain type that a value for this annotation is written as, for choosing which message helps."""
-    if fields.is_section(annotation) or fields.container(annotation) is dict:
-        return Mapping
-    return (list, tuple) if fields.container(annotation) in (list, tuple) else None
 
 
 def _needed(annotation: Any) -> str:

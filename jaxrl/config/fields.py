@@ -11,7 +11,7 @@ import operator
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 NoneType = type(None)
@@ -89,13 +89,9 @@ def takes_none(annotation: Any) -> bool:
 
 
 def container(annotation: Any) -> type | None:
-    """list, tuple or dict for annotations of such values, else None."""
+    """list or dict for annotations of such values, else None."""
     origin = typing.get_origin(annotation) or annotation
-    if origin in (list, tuple, dict):
-        return origin
-    if isinstance(origin, type) and origin in (Sequence, Mapping):
-        return tuple if origin is Sequence else dict
-    return None
+    return origin if origin in (list, dict) else None
 
 
 def item_type(annotation: Any, part: str) -> Any:
@@ -112,9 +108,8 @@ def item_type(annotation: Any, part: str) -> Any:
             return functools.reduce(operator.or_, others) if others else annotations_of(member)[part]
         if kind is dict and len(args) == 2:
             return args[1]
-        if kind in (list, tuple) and part.isdecimal() and args:
-            fixed = kind is tuple and Ellipsis not in args
-            return args[min(int(part), len(args) - 1)] if fixed else args[0]
+        if kind is list and part.isdecimal() and args:
+            return args[0]
     return Any
 
 
@@ -183,9 +178,8 @@ def type_name(annotation: Any) -> str:
     kind = container(annotation)
     if kind is dict:
         return f"dict[str, {type_name(args[1])}]" if args else "dict"
-    if kind is not None:
-        fixed = kind is tuple and Ellipsis not in args
-        return f"list[{', '.join(type_name(a) for a in (args if fixed else args[:1]))}]" if args else "list"
+    if kind is list:
+        return f"list[{type_name(args[0])}]" if args else "list"
     return "any" if annotation in (Any, object) else getattr(annotation, "__name__", str(annotation))
 
 

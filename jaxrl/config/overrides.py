@@ -145,9 +145,9 @@ def _start(annotation: Any, part: str, below: Any) -> Any:
     for member in fields.members(annotation):
         if fields.is_section(member) and part in fields.keys_of(member):
             default = fields.default_of(fields.keys_of(member)[part])
-            if isinstance(default, list | tuple | dict):
+            if isinstance(default, list | dict):
                 return fields.to_dict(default)
-    return [] if any(fields.container(member) in (list, tuple) for member in fields.members(below)) else {}
+    return [] if any(fields.container(member) is list for member in fields.members(below)) else {}
 
 
 def _takes_text(annotation: Any, text: str) -> bool:

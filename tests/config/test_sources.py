@@ -51,7 +51,7 @@ def test_yaml_gives_the_tree_and_its_keys(tmp_path):
     assert run == Run(
         steps=20,
         name="a: b",
-        optim=Optim(learning_rate=1e-5, schedule="cosine", betas=(0.8, 0.9)),
+        optim=Optim(learning_rate=1e-5, schedule="cosine", betas=[0.8, 0.9]),
         source=Source(stop=["</a>", "b c"], options={"n": 1000}),
         rewards=Rewards(
             terms=[
@@ -168,7 +168,7 @@ def test_base_is_relative_and_the_child_wins(tmp_path):
     child = write(tmp_path, "sub/child.yaml", "base: ../mid.yaml\noptim: {learning_rate: 1e-4}\n")
     run, explicit = load(Run, child, ["optim.betas=[0, 0]"])
     assert run.steps == 2
-    assert run.optim == Optim(learning_rate=1e-4, nesterov=True, betas=(0.0, 0.0))
+    assert run.optim == Optim(learning_rate=1e-4, nesterov=True, betas=[0.0, 0.0])
     assert run.source.options == {"a": 1, "b": 2} and run.source.stop == ["y"]
     assert explicit >= {"steps", "optim.nesterov", "optim.learning_rate", "optim.betas"}
 
@@ -229,10 +229,10 @@ def test_bindings_and_overrides_lie_over_any_file(tmp_path):
     file = write(tmp_path, "run.yaml", YAML)
     bindings = ["Optim.learning_rate = 1e-2"]
     run, explicit = load(Run, file, ["optim.nesterov=true"], bindings)
-    assert run.optim == Optim(learning_rate=1e-2, schedule="cosine", betas=(0.8, 0.9), nesterov=True)
+    assert run.optim == Optim(learning_rate=1e-2, schedule="cosine", betas=[0.8, 0.9], nesterov=True)
     assert "optim.learning_rate" in explicit
     gin = write(tmp_path, "run.gin", "LR = 1\nOptim.learning_rate = %LR\nOptim.betas = [%LR, %B]\nB = 0.5\n")
-    assert load(Run, gin, [], ["LR = 3", "B = 0"])[0].optim == Optim(learning_rate=3.0, betas=(3.0, 0.0))
+    assert load(Run, gin, [], ["LR = 3", "B = 0"])[0].optim == Optim(learning_rate=3.0, betas=[3.0, 0.0])
 
 
 BAD_GIN = [
@@ -294,8 +294,7 @@ def test_to_yaml_loads_back_to_an_equal_instance(tmp_path):
     free = [t for t in texts if t not in ("null", "true", "on", "~")]  # refused where any type will do
     run = Run(
         name="it's",
-        stop_at=texts,
-        optim=Optim(learning_rate=1.5e-7, warmup=0.5, betas=(0.1 + 0.2, 1e-300), schedule="cosine"),
+        optim=Optim(learning_rate=1.5e-7, warmup=0.5, betas=[0.1 + 0.2, 1e-300], schedule="cosine"),
         source=Source(options={"null": 1, "1": 2, "a b": 3}, stop=texts),
         rewards=Rewards(terms=[Term(name=t, args={t: t, "n": [1, 2.5, None, True, {}]}) for t in free]),
         profile=Profile(start=1),

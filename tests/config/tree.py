@@ -24,10 +24,10 @@ class Optim:
     """Optimizer and schedule."""
 
     learning_rate: float = setting(1e-6, "peak learning rate | of the schedule")
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay of the two moments")
+    betas: list[float] = factory(lambda: [0.9, 0.95], "decay of the two moments")
     schedule: Literal["constant", "cosine", "linear"] = setting("constant", "shape of the learning rate")
     final_fraction: float = setting(0.1, "last learning rate, as a fraction of the peak")
-    warmup: int | float = setting(0, "steps, or fraction of the run")
+    warmup: float = setting(0.0, "fraction of the run")
     nesterov: bool = setting(False, "look ahead")
 
     def problems(self):
@@ -84,8 +84,8 @@ class Run:
 
     steps: int = setting(10, "number of updates")
     name: str | None = setting(None, "name of the run")
-    stop_at: str | list[str] = setting("", "one string or several")
-    layers: tuple[int, ...] = setting((), "sizes")
+    stop_at: Any = setting("", "one string or several")
+    layers: list[int] = factory(list, "sizes")
     optim: Optim = factory(Optim, "the optimizer")
     source: Source = factory(Source, "training rows")
     held: Held = factory(Held, "held-out evaluation")
