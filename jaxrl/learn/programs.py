@@ -110,7 +110,7 @@ def update_program(
 
 
 def _attention_flops(model: Model, shape: BatchShape) -> float:
-    """Of a micro-batch, forward."""
+    """FLOPs of a micro-batch, forward."""
     if shape.attention_rows is None:
         return attention_flops(model, shape.rows, shape.tokens)
     return attention_flops(model, shape.rows * shape.attention_rows, shape.attention_tokens)

@@ -1,4 +1,4 @@
-"""Which devices each role of a run has, and the mesh that it sees them as.
+"""The devices of each role of a run, and the mesh that it sees them as.
 
 Roles share all devices, in phases, or the sampler has devices of its own.
 """
@@ -31,7 +31,7 @@ class Roles(NamedTuple):
 
     @property
     def reward_models(self) -> Mesh:
-        """They lie beside the policy."""
+        """Reward models lie beside the policy."""
         return self.policy
 
     @property

@@ -1,4 +1,4 @@
-"""The process that compiles: ``python -m jaxrl.plan.worker``, started by ``compile.py``.
+"""The process that compiles: ``python -m jaxrl.planner.worker``, started by ``compile.py``.
 
 The TPU compiler can end its process, and its memory is given back with it, so it runs in one of its own. It
 reads JSON lines from stdin, a request and then names of programs, and answers each with a JSON line on the

@@ -27,7 +27,7 @@ from jaxrl.rollout.kv_cache import ROWS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a step of training asks of an engine."""
+    """Requests of a step of training to an engine."""
 
     prompts: int
     group_size: int
@@ -69,7 +69,7 @@ def engine_programs(engine: Engine, params: Any, demand: Demand | None = None) -
 
 
 class _Programs:
-    """Of one engine: its state, what it holds, and how often a step calls what."""
+    """The programs of one engine, with what they share: its state, its residents, and the calls of a step."""
 
     def __init__(self, engine: Engine, params: Any, demand: Demand | None):
         self.engine, self.params, self.demand = engine, params, demand
@@ -173,5 +173,5 @@ class _Programs:
 
 
 def _start_shapes(engine: Engine) -> Any:
-    """What ``insert`` and ``append`` tell about the sequences that they start."""
+    """Shapes of what ``insert`` and ``append`` tell about the sequences that they start."""
     return jax.tree.map(lambda x: array(x.shape, x.dtype, engine.mesh), engine.starts([]))

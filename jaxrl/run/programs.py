@@ -30,7 +30,7 @@ def longest(config: RunConfig) -> Lengths:
 
 
 def demand(config: RunConfig, lengths: Lengths) -> Demand:
-    """What a step asks of the engine."""
+    """Requests of a step to the engine."""
     episodes = config.environment.name is not None
     return Demand(
         prompts=config.data.prompts_per_step,

@@ -21,6 +21,15 @@ def test_residents_outside_a_programs_arguments_are_added_once():
     assert list(found) == ["rollout", "update", "refresh"]
 
 
+def test_residents_on_the_devices_of_another_role_do_not_count():
+    c = compilation()
+    apart = [{**r, "devices": int(r["name"] in ("parameters", "optimizer"))} for r in c.residents]
+    programs = [{**p, "devices": int(p["phase"] != "rollout")} for p in c.programs]
+    found = {p.name: p for p in ledger(dataclasses.replace(c, residents=apart, programs=programs)).phases}
+    assert found["rollout"].total_bytes == (2 + 4 + 1 + 1) * GIB  # no parameters, no optimizer
+    assert set(found["update"].parts) == {"parameters", "optimizer", "temporaries"}
+
+
 def test_arguments_that_are_no_residents_count():
     c = compilation()
     update = dataclasses.replace(c.compiled["update"], argument_bytes=4 * GIB)

@@ -48,6 +48,7 @@ def test_exit_codes(command, capsys, found, code, said):
         ([], "--topology is missing"),
         (["--topology", "v5e:4x4", "--new-tokens", "300"], "--new-tokens 300: needs 1 to 256"),
         (["--topology", "v5e:4x4", "mesh.fsd=2"], "did you mean"),
+        (["--topology", "v5e:4x4", "--auto", "rollout.devices=2"], "rollout.devices: --auto knows shared"),
     ],
 )
 def test_bad_input_is_2(command, capsys, arguments, said):
@@ -133,3 +134,17 @@ def test_between_slices_only_the_data_axis_sends(tmp_path):
     assert decode.once["ici_bytes"] > 0 and decode.once["dcn_bytes"] - decode.fixed["dcn_bytes"] < 1e4
     with pytest.raises(ConfigError, match="multiple of 2"):
         compiling.compile_run(config(tmp_path, "mesh.data=1", "mesh.fsdp=8"), "2*v5e:2x2", lengths=LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler_missing() is not None, reason="no TPU compiler")
+def test_roles_with_devices_of_their_own_hold_only_their_own(tmp_path):
+    run = config(tmp_path, "mesh.fsdp=2", "rollout.tensor=2", "rollout.devices=2")
+    found = make_plan(run, compiling.compile_run(run, "v5e:2x2", lengths=LENGTHS, processes=1))
+    assert found.ledger.fits and found.estimate.chips == 4
+    parts = {p.name: set(p.parts) - {"temporaries", "other arguments"} for p in found.ledger.phases}
+    assert parts == {
+        "rollout": {"rollout parameters", "kv cache", "prompt cache"},
+        "update": {"parameters", "optimizer", "batch"},
+        "refresh": {"parameters", "optimizer"},
+    }
