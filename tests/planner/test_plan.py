@@ -48,7 +48,7 @@ def test_exit_codes(command, capsys, found, code, said):
         ([], "--topology is missing"),
         (["--topology", "v5e:4x4", "--new-tokens", "300"], "--new-tokens 300: needs 1 to 256"),
         (["--topology", "v5e:4x4", "mesh.fsd=2"], "did you mean"),
-        (["--topology", "v5e:4x4", "--auto", "rollout.devices=2"], "rollout.devices: --auto knows shared"),
+        (["--topology", "v5e:4x4", "--auto", "rollout.devices=2"], "rollout.devices: --auto chooses"),
     ],
 )
 def test_bad_input_is_2(command, capsys, arguments, said):
