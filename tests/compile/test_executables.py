@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl import train
 from jaxrl.compile import executables
 from jaxrl.compile.compilations import CompilationCounter, Recompiled
 from jaxrl.compile.executables import Store, lower, prepare
@@ -206,7 +205,7 @@ def test_a_run_with_loaded_executables_is_the_same_bit_for_bit(configure, tmp_pa
     names = []
     real = loop.loop
     monkeypatch.setattr(
-        train, "loop", lambda *args: names.append(compiled_names(lambda: real(*args))) or (3, False)
+        loop, "loop", lambda *args: names.append(compiled_names(lambda: real(*args))) or (3, False)
     )
     loaded = configure("name=loaded", f"executables={tmp_path}/store")
     loop.run(loaded)
