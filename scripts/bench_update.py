@@ -129,10 +129,10 @@ class Programs:
         batch, count, _ = pack(sequences(parts.vocab_limit), parts.batch_shape, self.learner.loss.columns)
         self.batch = put(batch, mesh, PartitionSpec(None, BATCH_AXES))
         self.count, self.none = (put(np.int32(n), mesh) for n in (count, 0))
-        for part in (self.score, self.optimize, self.update):
+        for part in (self.forward, self.optimize, self.update):
             part()  # compiles
 
-    def score(self) -> None:
+    def forward(self) -> None:
         """The forward pass, and the log-probs of the reference."""
         jax.block_until_ready(self.learner.forward(self.state.params, {}, self.batch, self.count))
 
@@ -150,7 +150,7 @@ class Programs:
 
     def measure(self, steps: int) -> list[dict[str, float]]:
         return [
-            {name: value for part in ("score", "optimize", "update") for name, value in self._timed(part)}
+            {name: value for part in ("forward", "optimize", "update") for name, value in self._timed(part)}
             for _ in range(steps)
         ]
 
@@ -181,7 +181,7 @@ def peer(name: str, folder: Path, python: str, model: str, steps: int) -> dict[s
         found = json.loads(out.read_text().splitlines()[-1])["summary"]
     return {
         f"{ours}_seconds": (found[theirs]["quiet"] or found[theirs]["all"])[1]
-        for ours, theirs in (("update", "update"), ("score", "ref"))
+        for ours, theirs in (("update", "update"), ("forward", "ref"))
     }
 
 
@@ -192,18 +192,18 @@ def report(results: dict[str, Any]) -> None:
     for name in ("jaxrl", *PEERS):
         if name not in results:
             continue
-        update, score = (results[name][f"{part}_seconds"] for part in ("update", "score"))
+        update, forward = (results[name][f"{part}_seconds"] for part in ("update", "forward"))
         rate = results["update_flops"] / update
         share = f"{rate / results['peak_flops']:.0%}"
         table.add_row(
-            name, f"{update:.2f}", f"{score:.2f}", f"{tokens / update:.0f}", f"{rate / 1e9:.0f}", share
+            name, f"{update:.2f}", f"{forward:.2f}", f"{tokens / update:.0f}", f"{rate / 1e9:.0f}", share
         )
     console = Console()
     console.print(table)
     own = results["jaxrl"]
-    backward = own["update_seconds"] - own["score_seconds"] - own["optimize_seconds"]
+    backward = own["update_seconds"] - own["forward_seconds"] - own["optimize_seconds"]
     console.print(
-        f"jaxrl: forward {own['score_seconds']:.2f} s, backward {backward:.2f} s, "
+        f"jaxrl: forward {own['forward_seconds']:.2f} s, backward {backward:.2f} s, "
         f"AdamW {own['optimize_seconds']:.2f} s; {own['update_cpu_seconds']:.1f} processor seconds; "
         f"other processes used {own['update_other_cores']:.1f} cores"
     )

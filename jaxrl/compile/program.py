@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-ROLLOUT, REWARDS, SCORING, UPDATE, REFRESH = "rollout", "rewards", "scoring", "update", "refresh"
-PHASES = (ROLLOUT, REWARDS, SCORING, UPDATE, REFRESH)
+ROLLOUT, REWARDS, STATISTICS, UPDATE, REFRESH = "rollout", "rewards", "statistics", "update", "refresh"
+PHASES = (ROLLOUT, REWARDS, STATISTICS, UPDATE, REFRESH)
 """In the order of a step."""
 
 PARAMS, OPTIMIZER, REFERENCE = "parameters", "optimizer", "reference"

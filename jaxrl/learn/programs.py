@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.compile.program import BATCH, OPTIMIZER, PARAMS, SCORING, UPDATE, Program, Resident, array
+from jaxrl.compile.program import BATCH, OPTIMIZER, PARAMS, STATISTICS, UPDATE, Program, Resident, array
 from jaxrl.learn.learner import Learner
 from jaxrl.learn.optimizer import Hyper
 from jaxrl.learn.packing import BatchShape
@@ -52,8 +52,8 @@ def batch_shapes(shape: BatchShape, mesh: Mesh, columns: Iterable[Column] = ()) 
 
 
 def batch_resident(batch: TrainBatch) -> Resident:
-    """The batch of an update, which scoring and update hold."""
-    return Resident(name=BATCH, shapes=batch, phases=(SCORING, UPDATE))
+    """The batch of an update, which statistics and update hold."""
+    return Resident(name=BATCH, shapes=batch, phases=(STATISTICS, UPDATE))
 
 
 def forward_program(
@@ -71,7 +71,7 @@ def forward_program(
     given = [column for column in learner.loss.columns if column is TARGETS]
     return Program(
         name=name,
-        phase=SCORING,
+        phase=STATISTICS,
         jitted=learner.forward,
         args=(weights.shapes, {}, batch_shapes(shape, mesh, given), array((), np.int32, mesh)),
         mesh=mesh,

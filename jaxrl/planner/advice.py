@@ -17,7 +17,7 @@ from jaxrl.compile.program import (
     PARAMS,
     REFERENCE,
     ROLLOUT_PARAMS,
-    SCORING,
+    STATISTICS,
     UPDATE,
 )
 from jaxrl.mesh.axes import divisors
@@ -107,7 +107,7 @@ def _temporaries(config: RunConfig, c: Compilation, phase: str, made: int) -> It
             exact=False,
             why="computes the forward pass again",
         )
-    if phase in (UPDATE, SCORING):
+    if phase in (UPDATE, STATISTICS):
         tokens = c.facts["rows"] * c.facts["row_tokens"]
         if tokens // 2 >= config.data.max_prompt_tokens + config.rollout.max_new_tokens:
             yield Change(

@@ -207,7 +207,7 @@ class Guesser:
         return 2.0 * tokens / tensor * (m.num_layers * kept + 3 * products + 6 * heads)
 
     def _micro_batch_seconds(self, data, fsdp, tensor, tokens, remat) -> float:
-        """In all updates and scorings of a step; ``tokens`` are of a shard."""
+        """In all updates and forward passes of a step; ``tokens`` are of a shard."""
         m, chip = self.model, self.chip
         passes = 4 if remat in ("full", "offload") else 3
         active = active_parameters(m)
@@ -218,8 +218,8 @@ class Guesser:
         layers = 4 * (passes - 1) * m.num_layers * tokens * m.hidden_size * 2 * (tensor - 1) / tensor
         one = compute + (gathers + sums + layers) / chip.ici_bytes_per_second
         updates = self.config.algo.updates_per_step
-        scored = len(self.config.algo.forwards)
-        return one * (updates + scored / 3 * self.config.algo.minibatches)
+        forwards = len(self.config.algo.forwards)
+        return one * (updates + forwards / 3 * self.config.algo.minibatches)
 
     def _host_seconds(self, tokens: float, remat: str, moments: float) -> float:
         """Moments and inputs of layers, of a device's ``tokens``, to host memory and back."""

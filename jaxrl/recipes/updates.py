@@ -35,8 +35,8 @@ def with_log_probs(
         return sequences
     found: list[Sequence] = []
     samples = by_sample(sequences)
-    with context.timer.phase("scoring") as phase:
-        context.progress.update("scoring")
+    with context.timer.phase("statistics") as phase:
+        context.progress.update("statistics")
         for part in _split(np.arange(len(samples)), minibatches):
             chosen = [s for i in part for s in samples[i]]
             batch, count, index, tokens = _packed(context, chosen, targets(context))

@@ -2,7 +2,7 @@
 
     python -m jaxrl.train --config configs/quickstart.yaml optim.learning_rate=1e-5
 
-One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> scoring ->
+One step of reinforcement learning: prompts -> rollout -> rewards -> advantages -> batch -> statistics ->
 update -> refresh. One step of supervised training: rows -> batch -> update. ``run`` reads in that order;
 ``recipes/collect.py`` and ``recipes/stages.py`` hold what happens between two arrows.
 

@@ -100,8 +100,8 @@ def _training(parts: Setup, programs: Programs, lengths: Lengths) -> list[Progra
             trips=trips,
         )
         for role, name, weights in (
-            ("policy", "score", PARAMS),
-            ("reference", "score_reference", REFERENCE),
+            ("policy", "statistics", PARAMS),
+            ("reference", "reference_statistics", REFERENCE),
         )
         if role in algo.forwards.values()
     ]

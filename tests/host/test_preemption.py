@@ -92,7 +92,7 @@ def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch,
     text = (config.run_dir / "metrics.jsonl").read_text()
     (event,) = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line]
     assert event["step"] == last
-    if phase == "the scoring":
+    if phase == "the forward passes":
         assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
 
     assert loop.run(config) == 0

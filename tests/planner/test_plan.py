@@ -110,10 +110,10 @@ def test_each_program_of_the_loop_is_there_and_memory_is_what_the_shapes_say(tmp
     found = json.loads(capsys.readouterr().out)
     assert all(p["status"] == "compiled" for p in found["programs"].values())
     assert sorted(name.partition("/")[0] for name in found["programs"]) == [
-        "generate", "prefill", "refresh", "score_reference", "update", "write",
+        "generate", "prefill", "reference_statistics", "refresh", "update", "write",
     ]  # fmt: skip
     phases = {p["name"]: p["parts"] for p in found["phases"]}
-    assert set(phases) == {"rollout", "scoring", "update", "refresh"}
+    assert set(phases) == {"rollout", "statistics", "update", "refresh"}
     sizes, parameters = phases["update"], found["facts"]["parameters"]
     assert sizes["parameters"] == pytest.approx(2 * parameters / 4, rel=0.01) == sizes["reference"]
     assert sizes["optimizer"] == pytest.approx(4 * sizes["parameters"], rel=0.01)  # float32 moments

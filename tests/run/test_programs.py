@@ -182,7 +182,7 @@ def test_each_program_says_how_often_a_step_calls_it(tmp_path):
     # 16 sequences of 12 tokens, 2 rows of 48 at once, where 7 completions share a prompt: two micro-batches.
     found = listed()
     assert (found["update"].calls, found["update"].trips) == (1, 2)
-    assert found["refresh"].calls == 1 and "score" not in found
+    assert found["refresh"].calls == 1 and "statistics" not in found
     assert {p.name for p in found["update"].reads} == {"parameters", "optimizer", "batch"}
     short = listed(lengths=Lengths(prompt_tokens=2, new_tokens=2))
     assert short["update"].trips == 1
@@ -190,7 +190,11 @@ def test_each_program_says_how_often_a_step_calls_it(tmp_path):
 
     given = ["algo.num_minibatches=2", "algo.kl_coef=0.1", "algo.kl_in=loss"]
     found = listed(*given)
-    assert all(found[name].calls == 2 for name in ("score", "score_reference", "update"))
+    assert all(found[name].calls == 2 for name in ("statistics", "reference_statistics", "update"))
     # One executable, with other weights.
-    assert found["score"].executable == found["score_reference"].executable != found["update"].executable
-    assert found["score_reference"].reads[0].name == "reference"
+    assert (
+        found["statistics"].executable
+        == found["reference_statistics"].executable
+        != found["update"].executable
+    )
+    assert found["reference_statistics"].reads[0].name == "reference"

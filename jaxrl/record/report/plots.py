@@ -233,5 +233,5 @@ OVERVIEW = (
 )
 """Plots of the picture, by key."""
 
-PHASES = "rollout update scoring rewards refresh prompts eval checkpoint".split()
+PHASES = "rollout update statistics rewards refresh prompts eval checkpoint".split()
 """Order of known phases in a stack, from the bottom; it also fixes their colours."""
