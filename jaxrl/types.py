@@ -295,7 +295,7 @@ class TrainBatch:
     loss_weights: Any
     """float32; the loss is sum(loss_weights * per-token loss) over the whole update."""
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else the loss reads, by the name of its ``Column``; 0 where nothing is learned."""
+    """Arrays that the loss reads beside these, by the name of the ``Column``; 0 where nothing is learned."""
     sample_ids: Any = None
     """int32; as segment_ids, but the sequences of one sample (the rows of an episode, the two of a pair) have
     one number. None: every sequence is a sample, or no loss of theirs is a sample's."""
@@ -308,7 +308,7 @@ class TrainBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a checkpoint holds on device, and what ``train_step`` donates and returns."""
+    """Arrays of a checkpoint on device, which an update donates and returns."""
 
     params: Any
     """Nested dict of arrays, train view, ``model.param_dtype``."""

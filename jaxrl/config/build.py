@@ -340,7 +340,7 @@ class _Builder:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether a key that we did not declare looks like a password; ids and names of special tokens do not."""
+    """Return whether an undeclared key looks like a password; ids and names of special tokens do not."""
     name = name.lower()
     return isinstance(value, str | None) and bool(_SECRET.search(name)) and not _SPECIAL_TOKEN.search(name)
 
@@ -350,7 +350,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _needed(annotation: Any) -> str:
-    """What to write for this annotation, in words."""
+    """Advice on the value that this annotation wants, in words."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     words = []
     for choice in fields.members(annotation):

@@ -1,4 +1,4 @@
-"""How a section declares its keys, and what the loader reads back from a declaration."""
+"""Declarations of a section's keys, and what the loader reads back from them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def item_sections(annotation: Any) -> list[type]:
 
 
 def docs_of(cls: type) -> dict[str, str]:
-    """What each key of a section does: its ``doc``, or the string literal that follows it in the source."""
+    """Meaning of each key of a section: its ``doc``, or the string literal that follows it in the source."""
     docs = {name: str(field.metadata.get("doc", "")) for name, field in keys_of(cls).items()}
     if all(docs.values()):
         return docs

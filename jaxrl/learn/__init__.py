@@ -1,1 +1,1 @@
-"""How parameters learn: the learner's programs, and the optimizer."""
+"""Learning: the learner's programs, and the optimizer."""

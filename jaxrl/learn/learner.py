@@ -44,7 +44,7 @@ def every_parameter(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
-    """What its programs are compiled for; static and hashable.
+    """One trained model. Its fields are what the programs are compiled for; static and hashable.
 
     Parameters are two trees: the trained ones, which the state holds, and the frozen ones, which have neither
     gradient nor moments and are never donated.
@@ -56,12 +56,12 @@ class Learner:
     temperature: float
     vocab_limit: int | None
     trains: Callable[[str], bool] = every_parameter
-    """Whether the parameter of a dotted name ("blocks.0.attention.q") is trained."""
+    """True for the dotted name of a parameter ("blocks.0.attention.q") that is trained."""
     moment_dtype: str = "float32"
     state_memory: str = "device"
     """Where moments rest (``OptimConfig.state_memory``)."""
     seed: int = 0
-    """Of the rounding to bfloat16; float32 parameters and moments have none."""
+    """Seed of the rounding to bfloat16; float32 parameters and moments have none."""
     router_loss_coef: float = 0.0
     """Weight of the load-balancing loss of experts; 0: neither it nor its metrics are computed."""
     log_prob_implementation: Implementation | None = None
@@ -179,7 +179,7 @@ class Learner:
         return rolled, experts
 
     def statistics(self, params: Tree, micro: TrainBatch) -> Statistics | Numbers:
-        """Of one micro-batch [R, T] under all ``params``, trained and frozen."""
+        """Statistics of one micro-batch [R, T] under all ``params``, trained and frozen."""
         if self.loss.head == "number":
             return self._numbers(params, micro)[0]
         hidden, _ = self.predicting_states(params, micro)

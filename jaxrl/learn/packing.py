@@ -34,7 +34,7 @@ class BatchShape:
     page: int = 1
     """Divides Ta: see ``batch.AttentionLayout``."""
     whole_samples: bool = False
-    """Whether sequences of the same ``sample`` lie in one row, with ``TrainBatch.sample_ids``."""
+    """True when sequences of the same ``sample`` lie in one row, with ``TrainBatch.sample_ids``."""
 
     def used(self, num_sequences: int, prompt_tokens: int, new_tokens: int) -> int:
         """Micro-batches that hold anything, for sequences of these lengths."""
@@ -47,7 +47,7 @@ class BatchShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How the sequences of an update are laid out. It decides memory and speed, never the gradient."""
+    """Layout of the sequences of an update. It decides memory and speed, never the gradient."""
 
     micro_batch_tokens: int = setting(
         8192,
@@ -93,7 +93,7 @@ class BatchConfig:
             num_shards: devices that the rows are split over.
             group_size: completions of a prompt; 1: there is nothing to share.
             completion_tokens: of ``longest_tokens``, those that are not the prompt's.
-            multiple: rows that are not given by ``row_tokens`` are a multiple of so many tokens.
+            multiple: tokens that divide a row which ``row_tokens`` does not give.
 
         Raises:
             ConfigError: the longest sequence has no room in a row, or a micro-batch no room for one row on
@@ -120,7 +120,7 @@ class BatchConfig:
         if rows == 0:
             raise ConfigError(
                 f"{self.micro_batch_tokens} has no room for {num_shards} row(s) of {length} tokens, one for "
-                f"each data-parallel device (a row holds {what}); needed are at least {num_shards * length}",
+                f"each data-parallel device (a row holds {what}); must be at least {num_shards * length}",
                 "batch.micro_batch_tokens",
             )
         most = -(-rows_needed(num_sequences // sample_sequences, together, length) // rows)
@@ -175,9 +175,9 @@ class PackIndex:
     prompt_tokens: np.ndarray
     """Tokens from prompt_start on that it shares; 0 where nothing is shared."""
     start: np.ndarray
-    """Of what is its own."""
+    """Start of its own tokens."""
     length: np.ndarray
-    """Of what is its own."""
+    """Number of its own tokens."""
 
 
 def rows_needed(num_sequences: int, longest_tokens: int, row_tokens: int) -> int:
@@ -195,7 +195,7 @@ def pack(
     """Sequences in rows: (batch of numpy arrays [M, R, T], number of non-empty micro-batches, index).
 
     First-fit decreasing finds how many micro-batches are needed, a group next to each other as far as it
-    fits. Where whole groups can be spread evenly over the rows of so many micro-batches, longest first, each
+    fits. Where whole groups can be spread evenly over the rows of these micro-batches, longest first, each
     into the emptiest row, they are, so that devices that share the rows have like numbers of tokens. The
     result depends on the lengths and their order only.
 
@@ -234,7 +234,7 @@ def pack(
 
 
 def unpack(array: np.ndarray, index: PackIndex) -> list[np.ndarray]:
-    """What of ``array`` [M, R, T, ...] belongs to each sequence: B arrays [n, ...], in ``pack``'s order."""
+    """Each sequence's part of ``array`` [M, R, T, ...]: B arrays [n, ...], in ``pack``'s order."""
 
     def piece(i: int, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         return array[index.micro_batch[i], index.row[i], start[i] : start[i] + length[i]]
@@ -262,7 +262,7 @@ class _Room:
         """[B, 3] row, row of attention, and its token that the sequence begins at."""
 
     def fits(self, rows, tokens: int, length: int) -> np.ndarray:
-        """Whether ``tokens`` more fit in each of ``rows``, and a sequence of ``length`` in its attention."""
+        """True where ``tokens`` more fit in a row of ``rows``, and a sequence of ``length`` in its attention."""
         enough = self.tokens[rows] >= tokens
         if self.shape.attention_rows is None:
             return enough

@@ -131,7 +131,7 @@ _token_loss.defvjp(_token_loss_fwd, _token_loss_bwd)
 
 def _one_pass(hidden, head, targets, mask, operands, spec: Spec, loss, with_entropy):
     """-> log_probs, entropies [R, S], gradients of hidden states and head. The loss is token-local and the
-    vocabulary not split, so that a block of tokens can be finished while its logits are there."""
+    vocabulary not split, so that a block of tokens can be finished while its logits exist."""
     layout = make_layout(hidden, head, spec.mesh)
     limit = spec.softmax.vocab_limit
 
@@ -191,7 +191,7 @@ def _differentiate(loss, out: TokenLogProbs, operands, with_entropy):
 
 
 def _uses_entropies(loss, targets, operands) -> bool:
-    """Whether the loss depends on the entropies: their gradient would cost time for nothing otherwise."""
+    """Return whether the loss depends on the entropies: otherwise their gradient would be wasted time."""
     values = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
     program = jax.make_jaxpr(lambda e, p, o: loss(p, e, o)[0])(values, values, operands)
     _, used = partial_eval.dce_jaxpr(program.jaxpr, [True])

@@ -1,4 +1,4 @@
-"""What the steps of a run work with."""
+"""Objects that the steps of a run work with."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 def spread(
     values: np.ndarray, axis: int | tuple[int, ...] | None = -1, *, keepdims: bool = False
 ) -> np.ndarray:
-    """Whether the values along an axis differ; NaN (abstained) is left out.
+    """Return whether the values along an axis differ; NaN (abstained) is left out.
 
     Fewer than two values never differ. Compared as maximum > minimum: a standard deviation of seven equal
     numbers need not be exactly 0.

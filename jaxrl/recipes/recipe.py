@@ -15,7 +15,7 @@ from jaxrl.types import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(abc.ABC):
-    """How a run learns. A subclass adds its own settings, and says what one step does."""
+    """A kind of training. A subclass adds its own settings, and says what one step does."""
 
     name: str = setting(
         "grpo",
@@ -40,7 +40,7 @@ class Recipe(abc.ABC):
     @property
     @abc.abstractmethod
     def loss(self) -> Loss:
-        """What the policy is trained with."""
+        """Loss of the policy."""
 
     @abc.abstractmethod
     def step(
@@ -68,7 +68,7 @@ class Recipe(abc.ABC):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a frozen reference is loaded."""
+        """True when a frozen reference is loaded."""
         return "reference" in self.forwards.values()
 
     @property

@@ -195,7 +195,7 @@ def record(r: Run, step: int, metrics: Mapping[str, float], compilations: Compil
 
 
 def tell_interrupted(r: Run, done: int, left: Interrupted, evaluating: bool) -> None:
-    """What the run leaves unfinished."""
+    """Log and record the work that the run leaves unfinished."""
     found = {"discarded_samples": left.samples, "discarded_tokens": left.tokens}
     r.context.writer.event("interrupted", step=done, **found)
     if left.samples or left.tokens:

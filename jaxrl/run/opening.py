@@ -34,7 +34,7 @@ logger = logging.getLogger("jaxrl")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stays the same from step to step."""
+    """Objects that stay the same from step to step."""
 
     parts: Setup
     programs: Programs
@@ -50,8 +50,8 @@ class Run:
 def open_run(
     config: RunConfig, stop: threading.Event, stack: contextlib.ExitStack
 ) -> tuple[Run, TrainState, dict[str, Any]]:
-    """What a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's meta or
-    {}."""
+    """Return all that a run needs, closed with ``stack``; its state, restored or fresh; the checkpoint's
+    meta or {}."""
     agree_on_config(config)
     first = distributed.is_first()
     if first:

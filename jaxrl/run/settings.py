@@ -45,7 +45,7 @@ class EvalConfig:
     path: str | None = setting(None, "as data.path; null: the same", path=True)
     split: str | None = setting(None, "as data.split; null: the same")
     options: dict[str, Any] | None = setting(None, "as data.options; null: the same")
-    limit: int | None = setting(None, "use only the first so many rows; null: all")
+    limit: int | None = setting(None, "use at most this number of rows, the first ones; null: all")
     samples: int = setting(1, "completions per prompt (k): gives pass@1, pass@k and maj@k")
     max_new_tokens: int | None = setting(None, "limit of a completion (tokens); null: rollout.max_new_tokens")
     temperature: float = setting(0.0, "0: greedy")
@@ -122,7 +122,7 @@ class RunConfig:
 
     @property
     def samples_completions(self) -> bool:
-        """Whether the run needs a sampler at all."""
+        """True when the run needs a sampler at all."""
         return self.trains_on_rollouts or self.eval.enabled
 
     @property
@@ -264,7 +264,7 @@ class RunConfig:
         yield self.metrics.prometheus_port is None, ["metrics.prometheus_host"], no_port
 
     def _dead_training_rules(self) -> Iterator[tuple[bool, Sequence[str], str]]:
-        """What follows from what the run trains on, and from whether it evaluates."""
+        """Rules that follow from what the run trains on, and from whether it evaluates."""
         rows, held_out = not self.trains_on_rollouts, self.eval.enabled
         sampling = ("group_size", "temperature", "top_k", "top_p", "min_p")
         switches = ("every", "at_start", "at_end")
@@ -285,7 +285,7 @@ class RunConfig:
         yield rows or self.rollout.group_size == 1, ["batch.share_prompts"], alone
 
     def _dead_pool_rules(self) -> Iterator[tuple[bool, Sequence[str], str]]:
-        """What follows from where user code runs."""
+        """Rules that follow from where user code runs."""
         own = [f"environment.{f.name}" for f in dataclasses.fields(self.environment) if f.name != "name"]
         one_turn = "environment.name is null: completions have one turn"
         yield self.environment.name is None, own, one_turn

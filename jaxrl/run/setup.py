@@ -327,7 +327,7 @@ def join(
 
 
 def _layout_mesh(mesh: Mesh) -> Mesh | None:
-    """What a model lays its activations out on: a single device needs no layout, but the kernels of a TPU are
+    """Mesh that a model lays its activations out on: a single device needs none, but the kernels of a TPU are
     found by it."""
     return mesh if mesh.size > 1 or platform(mesh) == "tpu" else None
 

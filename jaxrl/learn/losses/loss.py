@@ -26,7 +26,7 @@ LOG_PROB_FLOOR = -1e4
 
 
 class Statistics(NamedTuple):
-    """Of each token of a batch, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is learned."""
+    """Statistics of tokens, float32 [M, R, T] (one micro-batch: [R, T]); 0 where nothing is learned."""
 
     log_probs: jax.Array
     """Nats, of logits / temperature."""
@@ -34,7 +34,7 @@ class Statistics(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a head of one number (a value, a reward) gives for each token of a batch."""
+    """Outputs of a head of one number (a value, a reward) for each token of a batch."""
 
     numbers: jax.Array
     """float32 [M, R, T] (one micro-batch: [R, T]); also at tokens that are not learned."""
@@ -45,18 +45,20 @@ class Loss(abc.ABC):
     """Static and hashable: programs are compiled for it."""
 
     head: ClassVar[Literal["tokens", "number"]] = "tokens"
-    """What the model's head gives for each token. tokens: ``Statistics`` of predicting it; number:
+    """Output of the model's head for each token. tokens: ``Statistics`` of predicting it; number:
     ``Numbers``, made of the hidden state at the token by the parameter ``score`` [1, D]."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What it reads besides ``loss_mask`` and ``loss_weights``. ``TARGETS`` among them: the ids whose
-        log-probs it is given."""
+        """Columns that it reads besides ``loss_mask`` and ``loss_weights``.
+
+        With ``TARGETS`` among them it is given the log-probs of those ids.
+        """
         return ()
 
     @property
     def unit(self) -> Literal["token", "sample"]:
-        """What it is a loss of. token: its derivative at a token depends on nothing of other tokens; sample:
+        """Unit of the loss. token: its derivative at a token depends on nothing of other tokens; sample:
         packing keeps a sample in one row, an episode with all its rows or a pair with both."""
         return "token"
 
@@ -71,18 +73,18 @@ class Loss(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
+    """Inputs of an objective, of one micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
 
     log_probs: jax.Array
-    """Of the policy, with gradient."""
+    """Log-probs of the policy, with gradient."""
     entropies: jax.Array
-    """Of the policy, with gradient."""
+    """Entropies of the policy, with gradient."""
     mask: jax.Array
     """1 at learned tokens."""
     sample_ids: jax.Array
     """int32; 1, 2, ... number the samples of a row: sequences, or episodes with all their rows."""
     columns: Mapping[str, jax.Array]
-    """What the loss declares, by name."""
+    """Columns that the loss declares, by name."""
 
     @classmethod
     def of(cls, statistics: Statistics, micro: TrainBatch) -> Terms:

@@ -136,7 +136,7 @@ class PolicyLossConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms(TokenTerms):
-    """What an objective sees of a micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
+    """Inputs of an objective, of one micro-batch: [R, T] float32, nats, 0 at tokens that are not learned."""
 
     old_log_probs: jax.Array
     """The policy's own values without gradient where the batch has none: ratio exactly 1."""
@@ -189,7 +189,7 @@ class PolicyLoss(Loss):
 
     config: PolicyLossConfig
     off_policy: bool
-    """Whether rollouts make several updates, so that the policy before them is not the policy itself."""
+    """True when a rollout makes several updates, so that the policy before them is not the policy itself."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -216,7 +216,7 @@ class PolicyLoss(Loss):
         return total, metrics | jax.lax.stop_gradient(self._metrics(terms))
 
     def terms(self, statistics: Statistics, micro: TrainBatch) -> Terms:
-        """What the objective sees of one micro-batch."""
+        """Inputs of the objective, of one micro-batch."""
         found = TokenTerms.of(statistics, micro)
         columns = found.columns
         policy = found.log_probs
@@ -240,7 +240,7 @@ class PolicyLoss(Loss):
         return self.config.kl_coef != 0 and self.config.kl_in == "loss"
 
     def _metrics(self, terms: Terms) -> Metrics:
-        """What people watch. Means over learned tokens, but those of a sequence's ratio over sequences."""
+        """Metrics. Means are over learned tokens, but those of a sequence's ratio over sequences."""
         config, mask, old = self.config, terms.mask, terms.old_log_probs
         metrics: Metrics = {"algo/entropy": mean_of(terms.entropies, mask)}
         metrics["algo/kl_old"] = mean_of(estimate(old, terms.log_probs, "k3"), mask)
