@@ -262,7 +262,7 @@ class _Room:
         """[B, 3] row, row of attention, and its token that the sequence begins at."""
 
     def fits(self, rows, tokens: int, length: int) -> np.ndarray:
-        """True where ``tokens`` more fit in a row of ``rows``, and a sequence of ``length`` in its attention."""
+        """True where ``tokens`` more fit in a row, and a sequence of ``length`` in its attention."""
         enough = self.tokens[rows] >= tokens
         if self.shape.attention_rows is None:
             return enough
