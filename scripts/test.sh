@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must pass: lint, formatting, types, then the tests, quick ones first.
+# Everything that must pass: lint, formatting, types, prose, then the tests, quick ones first.
 # With arguments, only pytest with these: scripts/test.sh tests/models -k rope
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,6 +27,7 @@ step() {
 step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
+step "prose" "$python" scripts/prose.py
 # Two workers: compilation of the tests' programs takes one core.
 step "quick tests" "$python" -m pytest -n 2 -m "not slow"
 step "slow tests" "$python" -m pytest -n 2 -m slow

@@ -85,7 +85,7 @@ class _Programs:
             self.inserts = max(self.prefills, math.ceil(waves))
             self.appends = demand.sequences * (demand.turns - 1) / engine.prefill_rows
             self.decode_steps = lengths.new_tokens * max(1.0, waves)
-            # On average half of the new tokens are there.
+            # On average half of the new tokens are in the cache.
             sizes = engine.cache.geometry
             filled = lengths.prompt_tokens + lengths.new_tokens / 2
             self.filled = min(1.0, filled / (sizes.width * sizes.page_tokens))

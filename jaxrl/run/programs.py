@@ -1,7 +1,7 @@
 """All programs that a step of a run calls, each with the shapes of its arguments.
 
 They are the jitted functions that the loop itself calls, so what is lowered from here is what it runs: for
-planning on devices that are not there, and for compiling ahead of a run. (Left out: copies and fills of a few
+plans of other devices, and for compiling ahead of a run. (Left out: copies and fills of a few
 bytes that JAX runs one operation at a time, between programs.)
 """
 
