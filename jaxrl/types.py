@@ -101,11 +101,12 @@ class Row:
         )
 
     def _with(self, tokens, loss_mask, log_probs, versions) -> Row:
+        log_probs = np.concatenate([self.rollout_log_probs, log_probs])
         return dataclasses.replace(
             self,
-            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32, copy=False),
             loss_mask=np.concatenate([self.loss_mask, loss_mask]),
-            rollout_log_probs=np.concatenate([self.rollout_log_probs, log_probs]).astype(np.float32),
+            rollout_log_probs=log_probs.astype(np.float32, copy=False),
             versions=_joined([*self.versions, *versions]),
         )
 

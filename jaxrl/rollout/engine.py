@@ -187,7 +187,7 @@ class Engine:
             prefix = self._new_prefix[rows]()
         else:
             first = int(existing.lengths[0]) // self.chunk
-            prefix = self._repeat_jit(existing) if rows > 1 else jax.tree.map(jnp.copy, existing)
+            prefix = self._repeat_jit(existing) if rows > 1 else jax.tree.map(_copied, existing)
         prefix = prefix._replace(lengths=lengths)
         step = self._prefill_one if rows == 1 else self._prefill_many
         for c in range(first, chunks):
@@ -490,3 +490,8 @@ class Engine:
             hidden, cache = lax.cond(jnp.any(still), extend, lambda cache: (slots.hidden, cache), cache)
         slots = dataclasses.replace(slots, hidden=hidden, length=slots.length + still, generated=generated)
         return tokens, log_probs, slots, cache, still, stop
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    """A copy that may be donated; compiles nothing."""
+    return jax.device_put(x, x.sharding, may_alias=False)

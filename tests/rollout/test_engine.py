@@ -350,7 +350,8 @@ def test_stop_strings_cut_the_text_but_not_the_ids(model, params, prompts):
 
 
 def test_nothing_compiles_after_the_first_call(model, params):
-    """Prompts of 5 to 60 tokens, alone, together and with a common start; limits 33 and 317; evaluation."""
+    """Prompts of 5 to 60 tokens, alone, together and with a common start; limits 33 and 317; evaluation; stop
+    ids and a seed of their own."""
     engine = make_engine(
         model,
         slots=8,
@@ -379,6 +380,8 @@ def test_nothing_compiles_after_the_first_call(model, params):
         go([41], 1, max_new_tokens=33)
         go([9, 33, 25, 60, 59, 8, 7], 1, max_new_tokens=7, temperature=0.0)
         go([5, 60], 3, max_new_tokens=317, top_p=0.9)
+        go([9, 33, 25, 60, 59, 18], 1, max_new_tokens=7)  # the last is prefilled alone, from the common start
+        go([12, 3], 2, max_new_tokens=40, stop_ids=(3, 4, 5), seed=9, stop=("zz",))
         assert counter.metrics()["compile/count"] == 0
 
 

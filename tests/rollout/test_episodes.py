@@ -133,14 +133,15 @@ def play(
     )
 
 
-def request_of(prompts):
-    """For the first of them, with a limit of 99 tokens."""
+def request_of(prompts, p=0, g=0, limit=99):
+    """For sample ``g`` of prompt ``p``."""
     return Request(
-        prompt=prompts.tokens[0],
-        sampling=Sampling(max_new_tokens=99),
-        prompt_id=prompts.ids[0],
-        text=prompts.texts[0],
-        example=prompts.examples[0],
+        prompt=prompts.tokens[p],
+        sampling=Sampling(max_new_tokens=limit),
+        prompt_id=prompts.ids[p],
+        sample_index=g,
+        text=prompts.texts[p],
+        example=prompts.examples[p],
     )
 
 
@@ -213,6 +214,44 @@ def test_ids_are_only_appended_and_the_trainer_agrees_with_every_turn(model, mul
         )
         assert episode.reward == 0.5 * (episode.turns - 1 + finished)
     assert_trainer_agrees(model, out)
+
+
+def test_episodes_come_and_go_while_others_run(model, multi_turn):
+    """Submitted later, cancelled in the middle, under weights of another version: what stays is unchanged."""
+    parts = multi_turn()
+    expected, prompts = all_rows(play(model, parts)), make_prompts(parts)
+    sampler = Sampler(model[2], TOKENIZER, multi_turn=parts)
+    params = model[0].unstack(model[1])
+    sampler.swap(params, 0)
+    requests = [request_of(prompts, i // 4, i % 4, NEW) for i in range(20)]
+    ids, found = sampler.submit(requests[:12]), {}
+    for _ in range(3):
+        found |= sampler.poll()
+    ids += sampler.submit(requests[12:])
+    found |= sampler.poll()
+    cancelled = [i for i in ids if i not in found][::3]
+    sampler.cancel(cancelled)
+    sampler.swap(params, 1)
+    while sampler.unfinished:
+        found |= sampler.poll()
+    assert len(found) + len(cancelled) == 20 and not found.keys() & set(cancelled)
+    mixed = 0
+    for i, sample in found.items():
+        ((row,), old) = sample.rows, expected[ids.index(i)]
+        assert (row.tokens == old.tokens).all() and (row.loss_mask == old.loss_mask).all()
+        assert sum(count for _, count in row.versions) == len(row.tokens)
+        mixed += [version for version, _ in row.versions] == [0, 1]
+    assert mixed
+
+
+def test_the_answer_to_a_cancelled_episode_is_dropped(multi_turn):
+    parts = multi_turn()
+    episodes, prompts = Episodes(parts), make_prompts(parts, "ab")
+    for i in (0, 1):
+        episodes.begin(i, request_of(prompts, i))
+        assert episodes.turn_ended(i, turn_of([9, EOS]), stopped=True, text="", overshoot=0)
+    episodes.cancel([0])
+    assert [i for i, _ in episodes.poll(block=True)] == [1] and not episodes.waiting
 
 
 @pytest.mark.slow

@@ -40,6 +40,17 @@ def test_prompts_that_start_alike_share_the_start():
     assert not set(t.table[shifted, :4]) & set(t.table[a, :4])
 
 
+def test_what_other_weights_computed_is_not_shared():
+    t = tables()
+    a, b, c = (t.admit(prompt(8), 16, version=version) for version in (1, 2, 2))
+    assert not set(t.table[a, :4]) & set(t.table[b, :4])
+    assert t.to_write == {a: [0, 1], b: [0, 1], c: []} and (t.table[b, :2] == t.table[c, :2]).all()
+    t.release(b)
+    t.release(c)
+    assert t.to_write[t.admit(prompt(8), 16, version=1)] == []
+    assert t.to_write[t.admit(prompt(8), 16, version=2)] == [0, 1]
+
+
 def test_pages_come_back_when_their_last_user_leaves():
     t = tables(slots=3, pages=9)
     a, b = t.admit(prompt(8), 16), t.admit(prompt(8), 16)  # 4 pages, then 2 more

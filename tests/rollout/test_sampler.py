@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl.compile.compilations import CompilationCounter
 from jaxrl.config import ConfigError
 from jaxrl.mesh.axes import make_mesh
 from jaxrl.models import Model, ModelConfig
@@ -123,9 +124,11 @@ def test_requests_get_what_they_get_alone(engine, weights):
     for _ in range(3):
         found |= sampler.poll()
     before = set(found)
-    sampler.swap(new, 4)
-    third = submit(*(make_request(10 + p) for p in (0, 1, 2)), make_request(0, 9))
-    found |= run(sampler)
+    with CompilationCounter() as counter:
+        sampler.swap(new, 4)
+        third = submit(*(make_request(10 + p) for p in (0, 1, 2)), make_request(0, 9))
+        found |= run(sampler)
+        assert counter.metrics()["compile/count"] == 0
 
     assert found.keys() == asked.keys() - set(cancelled)
     across = 0
