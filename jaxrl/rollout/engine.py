@@ -186,7 +186,7 @@ class Engine:
         if existing is None:
             prefix = self._new_prefix[rows]()
         else:
-            first = int(existing.lengths[0]) // self.chunk
+            first = int(np.asarray(existing.lengths)[0]) // self.chunk
             prefix = self._repeat_jit(existing) if rows > 1 else jax.tree.map(_copied, existing)
         prefix = prefix._replace(lengths=lengths)
         step = self._prefill_one if rows == 1 else self._prefill_many
