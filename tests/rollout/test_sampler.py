@@ -146,6 +146,19 @@ def test_requests_get_what_they_get_alone(engine, weights):
     assert before and across
 
 
+def test_prompts_that_wait_are_computed_anew_after_a_swap(engine, weights):
+    """Neither a prefix that was ready nor the common start outlives the weights that computed it."""
+    sampler = make_sampler(engine, weights[0], 3)
+    ids = sampler.submit(requests := [make_request(p, g) for p in (0, 1, 2) for g in range(2)])
+    assert sampler.poll() == {}
+    sampler.swap(weights[1], 4)
+    ids += sampler.submit(more := [make_request(10 + p) for p in range(3)])
+    found = run(sampler)
+    for i, request in list(zip(ids, requests + more, strict=True))[4:]:  # four had begun
+        assert ids_of(found[i]) == ids_of(alone(engine, weights[1], request))
+        assert found[i].versions == ((4, 16),)
+
+
 def test_a_cancelled_request_frees_its_slot_and_pages(model, weights):
     """Room for two sequences: the third runs once another is cancelled, however often."""
     engine = make_engine(model, slots=2)
