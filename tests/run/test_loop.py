@@ -4,6 +4,7 @@ import datetime
 import functools
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -476,3 +477,14 @@ def test_moments_in_host_memory_change_nothing(configure, adam):
     for item, change in (("params", adam.bound(4)), ("optimizer", adam.gradient)):
         for (path, x), y in zip(jax.tree.leaves_with_path(a[item]), jax.tree.leaves(b[item]), strict=True):
             np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=change, err_msg=str(path))
+
+
+@pytest.mark.slow
+def test_the_gin_configuration_trains(tmp_path):
+    root = pathlib.Path(__file__).parents[2]
+    small = ["init_from=null", "steps=2", "data.prompts_per_step=8", "eval.limit=4", "metrics.progress=none"]
+    config, _ = load(RunConfig, root / "configs" / "quickstart_gspo.gin", [f"output_dir={tmp_path}", *small])
+    assert loop.run(config) == 0
+    metrics = metrics_of(config)
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert all(line["optim/grad_norm"] >= 0 for line in metrics[1:]) and "eval/pass_at_1" in metrics[-1]
