@@ -28,9 +28,10 @@ step "ruff check" "$python" -m ruff check .
 step "ruff format" "$python" -m ruff format --check .
 step "mypy" "$python" -m mypy
 step "prose" "$python" scripts/prose.py
-# Two workers: compilation of the tests' programs takes one core.
-step "quick tests" "$python" -m pytest -n 2 -m "not slow"
-step "slow tests" "$python" -m pytest -n 2 -m slow
+# Two workers: compilation of the tests' programs takes one core. Each begins at its own end of the list, as
+# tests of one file share programs.
+step "quick tests" "$python" -m pytest -n 2 --dist worksteal -m "not slow"
+step "slow tests" "$python" -m pytest -n 2 --dist worksteal -m slow
 if [ ${#failed[@]} -gt 0 ]; then
     (IFS=, && echo "FAILED: ${failed[*]}")
     exit 1

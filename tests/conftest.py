@@ -10,6 +10,8 @@ import uuid
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:  # compiling is most of the tests' time
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # many tests compile the same small programs
     folder = tempfile.mkdtemp(prefix="jaxrl-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -28,8 +28,6 @@ CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "hf"
 GROUP, LONGEST, COMPLETION = 4, 24, 12
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 POLICY_LOSS = Grpo(kl_coef=0.1, num_minibatches=2).loss
-FAST = {"xla_backend_optimization_level": 0}
-"""Options for tiny programs that run once: they are compiled fast, not well."""
 
 
 def sequences(num_prompts=5, group=GROUP, seed=0):
@@ -66,7 +64,7 @@ def learner_of(family, split, loss, router_loss_coef):
 
 
 def run(program, *args):
-    return jax.device_get(program.lower(*args).compile(FAST)(*args))
+    return jax.device_get(program.lower(*args).compile()(*args))
 
 
 class Update:
@@ -161,7 +159,7 @@ def test_router_loss_is_that_of_transformers_and_is_trained_on():
     counts = [np.bincount(layer.ravel(), minlength=config.moe.num_experts) for layer in chosen]
     assert metrics["moe/load_max"] == pytest.approx(np.max(counts) / np.mean(counts), rel=1e-5)
 
-    @functools.partial(jax.jit, compiler_options=FAST)
+    @jax.jit
     def router_loss(params, tokens, segments):
         positions = jnp.broadcast_to(jnp.arange(LONGEST), tokens.shape)
         return Model(config).hidden_states(params, tokens, positions, segments)[1]["router_loss"]
@@ -194,7 +192,7 @@ def test_memory_does_not_depend_on_the_size_of_groups():
         ]
         batch, count, _ = update.batch(found, update.learner.loss.columns, group)
         args = (update.learner.init_state(update.params), {}, batch, count, Hyper.of(OptimConfig(), 1e-6))
-        program = update.learner.update.lower(*args).compile(FAST)
+        program = update.learner.update.lower(*args).compile()
         used.append(int(count))
         temporaries.append(program.memory_analysis().temp_size_in_bytes)
     assert used[1] > 3 * used[0]

@@ -17,10 +17,6 @@ CHECKPOINTS = pathlib.Path(__file__).parent.parent / "fixtures" / "hf"
 NAMES = sorted(p.name for p in CHECKPOINTS.iterdir())
 
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-"""Tiny programs that run once: their compile time is what counts."""
-
-
 def logits_of(model: Model, params, hidden):
     """[..., V], with the final soft cap."""
     logits = hidden @ model.head(params).T
@@ -59,7 +55,7 @@ def training_program(model: Model):
         targets = jnp.take_along_axis(log_probs, tokens[:, 1:, None], -1)[..., 0]
         return -(targets * target_mask).sum() / target_mask.sum(), (hidden, logits, aux["router_loss"])
 
-    return jit(jax.value_and_grad(loss, has_aux=True))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 @functools.cache
@@ -81,9 +77,7 @@ def outputs(name: str) -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def reference() -> SimpleNamespace:
     """Reference checkpoints by name, with their goldens, and what our decoder makes of them."""
-    return SimpleNamespace(
-        load=load, outputs=outputs, training_program=training_program, logits=logits_of, jit=jit
-    )
+    return SimpleNamespace(load=load, outputs=outputs, training_program=training_program, logits=logits_of)
 
 
 @pytest.fixture(params=NAMES)

@@ -73,7 +73,7 @@ def test_router_loss(checkpoint, reference):
 
 
 @functools.cache
-def decoding_program(model, logits, jit):
+def decoding_program(model, logits):
     """(rollout params, prompts [B, LENGTH], lengths [B]) -> most likely ids and their log-probs, [LENGTH, B].
 
     Token by token from an empty cache: first the prompt, then what the model says.
@@ -91,13 +91,13 @@ def decoding_program(model, logits, jit):
         start = (model.init_cache(len(prompts), LENGTH), jnp.zeros_like(lengths))
         return jax.lax.scan(step, start, jnp.arange(LENGTH))[1]
 
-    return jit(decode)
+    return jax.jit(decode)
 
 
 def test_greedy_decoding_with_kv_cache(checkpoint, reference):
     model, goldens = checkpoint.model, checkpoint.goldens
     prompts = jnp.pad(checkpoint.tokens, ((0, 0), (0, LENGTH - checkpoint.tokens.shape[1])))
-    decode = decoding_program(model, reference.logits, reference.jit)
+    decode = decoding_program(model, reference.logits)
     lengths = jnp.asarray(goldens["lengths"], jnp.int32)
     ids, log_probs = (np.asarray(x).T for x in decode(model.unstack(checkpoint.params), prompts, lengths))
     for row, length in enumerate(goldens["lengths"]):
@@ -113,7 +113,7 @@ def test_prefill_in_chunks_equals_the_whole_row(name, reference):
     params = c.model.unstack(c.params)
     cache = jax.tree.map(lambda x: x + 3.0, c.model.init_cache(3, LENGTH))
     positions = jnp.where(c.segments > 0, c.positions, -1)
-    extend = reference.jit(c.model.extend)
+    extend = jax.jit(c.model.extend)
     first, cache = extend(params, c.tokens[:, :12], positions[:, :12], cache)
     second, cache = extend(params, c.tokens[:, 12:], positions[:, 12:], cache)
     hidden = np.concatenate([first, second], 1) * c.mask[..., None]
@@ -129,7 +129,7 @@ def test_packed_rows_equal_padded_rows(name, reference):
     tokens = np.concatenate([np.asarray(c.tokens)[r, :n] for r, n in enumerate(lengths)] + [[7, 7]])[None]
     positions = np.concatenate([np.arange(n) for n in lengths] + [[0, 1]])[None]
     segments = np.concatenate([np.full(n, r + 1) for r, n in enumerate(lengths)] + [[0, 0]])[None]
-    hidden, aux = reference.jit(c.model.hidden_states)(c.params, tokens, positions, segments)
+    hidden, aux = jax.jit(c.model.hidden_states)(c.params, tokens, positions, segments)
     expected = c.goldens["hidden_states"][-1][c.mask]
     np.testing.assert_allclose(np.asarray(hidden)[0, : len(expected)], expected, atol=2e-4)
     np.testing.assert_allclose(aux["router_loss"], c.goldens.get("aux_loss", 0.0), rtol=1e-4)
@@ -149,7 +149,7 @@ def test_remat_changes_no_gradient(reference):
 
     def gradient(remat):
         model_ = dataclasses.replace(model, remat=remat)
-        return reference.jit(
+        return jax.jit(
             jax.grad(lambda p: jnp.sum(model_.hidden_states(p, tokens, positions, segments)[0][:, -1] ** 3))
         )(params)
 
@@ -177,14 +177,14 @@ def test_deep_models_keep_the_order_of_their_layers(reference):
     params = jax.tree.map(lambda x: 2 * x, random_params(model))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 6)))
     batch = tokens, jnp.broadcast_to(jnp.arange(6), (2, 6)), jnp.ones((2, 6), jnp.int32)
-    repeated, _ = reference.jit(model.hidden_states)(params, *batch)
+    repeated, _ = jax.jit(model.hidden_states)(params, *batch)
     assert np.std(repeated) > 0.1
 
-    single, _ = reference.jit(model.hidden_states)(model.unstack(params), *batch)
+    single, _ = jax.jit(model.hidden_states)(model.unstack(params), *batch)
     np.testing.assert_allclose(single, repeated, atol=1e-4)
 
     cache = model.init_cache(2, 8)
-    cached, _ = reference.jit(model.extend)(model.unstack(params), *batch[:2], cache)
+    cached, _ = jax.jit(model.extend)(model.unstack(params), *batch[:2], cache)
     np.testing.assert_allclose(cached, repeated, atol=1e-4)
 
     # A window that hides nothing makes the last layer another kind, and the pattern twelve places long.
@@ -193,14 +193,14 @@ def test_deep_models_keep_the_order_of_their_layers(reference):
     assert patterned.config.pattern == (12, 1, 0)
     layers = params["blocks"]["0"]
     places = {str(i): jax.tree.map(lambda x, i=i: x[i : i + 1], layers) for i in range(12)}
-    in_pattern, _ = reference.jit(patterned.hidden_states)(params | {"blocks": places}, *batch)
+    in_pattern, _ = jax.jit(patterned.hidden_states)(params | {"blocks": places}, *batch)
     np.testing.assert_allclose(in_pattern, repeated, atol=1e-4)
 
 
 def test_bfloat16_computes_in_bfloat16_and_stays_near(reference):
     c = reference.load("qwen2")
     model = dataclasses.replace(c.model, compute_dtype="bfloat16")
-    hidden, _ = reference.jit(model.hidden_states)(c.params, c.tokens, c.positions, c.segments)
+    hidden, _ = jax.jit(model.hidden_states)(c.params, c.tokens, c.positions, c.segments)
     assert hidden.dtype == jnp.bfloat16
     difference = np.abs(np.asarray(hidden, np.float32) - c.goldens["hidden_states"][-1])[c.mask]
     assert 1e-4 < difference.mean() < 0.05
@@ -218,5 +218,5 @@ def test_init_gives_what_it_announces_and_logits_of_order_one(reference):
     q = np.asarray(params["blocks"]["0"]["attention"]["q"], np.float32)
     assert not np.allclose(q[0], q[1])  # every layer has its own numbers
     tokens = jnp.arange(24)[None]
-    hidden, _ = reference.jit(model.hidden_states)(params, tokens + 5, tokens, jnp.ones_like(tokens))
+    hidden, _ = jax.jit(model.hidden_states)(params, tokens + 5, tokens, jnp.ones_like(tokens))
     assert 0.3 < np.std(reference.logits(model, params, hidden)) < 3

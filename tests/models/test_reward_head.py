@@ -58,7 +58,7 @@ def test_reward_is_the_score_of_the_last_real_token(split, folder, score_weight,
         )
         q = params["blocks"]["0"]["attention"]["q"]
         assert isinstance(q.sharding, NamedSharding) and q.sharding.shard_shape(q.shape) == (3, 32, 2, 32)
-    rewards = reference.jit(head.score)(params, tokens, lengths)
+    rewards = jax.jit(head.score)(params, tokens, lengths)
     last = c.goldens["hidden_states"][-1][np.arange(3), c.goldens["lengths"] - 1]
     np.testing.assert_allclose(rewards, np.tile(last @ score_weight[0], 4), atol=1e-3)
 

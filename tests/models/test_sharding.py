@@ -57,7 +57,7 @@ def test_decoding_in_the_rollout_view_is_that_of_one_device(reference):
     cache = jax.device_put(model.init_cache(12, 32), named(mesh, model.cache_specs()))
     rows = [jnp.tile(x, (4, 1)) for x in (c.tokens, jnp.where(c.segments > 0, c.positions, -1))]
     rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
-    hidden, cache = reference.jit(model.extend)(rollout, *rows, cache)
+    hidden, cache = jax.jit(model.extend)(rollout, *rows, cache)
     hidden = np.asarray(hidden).reshape(4, 3, 24, -1) * c.mask[..., None]
     np.testing.assert_allclose(hidden, np.tile(c.goldens["hidden_states"][-1], (4, 1, 1, 1)), atol=2e-4)
     assert cache["0"]["k"].sharding.shard_shape((12, 2, 16, 32)) == (3, 1, 16, 32)

@@ -18,7 +18,6 @@ from jaxrl.ops.grouped_matmul import products
 from jaxrl.ops.matrices import Matrices
 
 IMPLEMENTATIONS = ("xla", "pallas")
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 LOADS = {
     "some groups are empty": [0, 130, 0, 254, 0],
     "all in one group": [0, 0, 640, 0, 0],
@@ -42,7 +41,7 @@ def test_grouped_products(load, implementation):
     in_group = jax.nn.one_hot(own, groups)
     p = products(None, implementation)
 
-    @jit
+    @jax.jit
     def ours(x, dy, matrices, sizes):
         return p.forward(x, matrices, sizes), p.rows(dy, matrices, sizes), p.matrices(x, dy, sizes)
 
@@ -88,7 +87,7 @@ def test_two_cores_and_matrices_that_tpus_keep_transposed(load):
     x, dy = random(rng, sum(sizes), 256), [random(rng, sum(sizes), 24) for _ in range(2)]
     matrices = [Matrices(random(rng, len(sizes), 256, 24)) for _ in range(2)]
 
-    @functools.partial(jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0)
     def three(p, sizes):
         return p.forward(x, matrices, sizes), p.rows(dy, matrices, sizes), p.matrices(x, dy, sizes)
 
@@ -121,7 +120,7 @@ def case(rows, length, d, f, load="balanced"):
 
 def value_and_gradients(function):
     loss = lambda *a: (jnp.sum(jnp.sin(function(*a))), function(*a))  # noqa: E731
-    return jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
 
 
 def dense(x, weights, gate, up, down, *, chosen):

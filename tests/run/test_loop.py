@@ -30,7 +30,7 @@ model:
     model_type: llama
     hidden_size: 32
     intermediate_size: 48
-    num_hidden_layers: 2
+    num_hidden_layers: 1
     num_attention_heads: 8
     num_key_value_heads: 2
     head_dim: 8
@@ -85,12 +85,19 @@ def configure(tmp_path):
     return make
 
 
+@pytest.fixture
+def report():
+    """Of tests whose runs end with a report; drawing it takes as long as the run itself."""
+
+
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch, request):
-    """Runs see one device unless a test asks for all eight."""
+    """Runs see one device unless a test asks for all eight, and draw no report unless one asks for it."""
     if "all_devices" not in request.keywords:
         first = jax.devices()[:1]
         monkeypatch.setattr(jax, "devices", lambda *_: first)
+    if "report" not in request.fixturenames:
+        monkeypatch.setattr(loop, "write_report", lambda _: "not drawn")
 
 
 def metrics_of(config):
@@ -134,7 +141,7 @@ RESUME_CASES = {
 }
 
 
-def test_a_report_that_cannot_be_written_costs_no_run(configure, caplog, capsys):
+def test_a_report_that_cannot_be_written_costs_no_run(configure, report, caplog, capsys):
     """Its place is taken; as with a full disk, or drawing that is broken."""
     config = configure("steps=1")
     (config.run_dir / "report.html.tmp").mkdir(parents=True)
@@ -149,7 +156,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(configure, case):
     """Contract 3: parameters, optimizer, counters, data position and metrics, bit for bit."""
     overrides = RESUME_CASES[case]
     if overrides is None:
-        configure, overrides = configure.supervised, ["data.workers=2"]
+        configure, overrides = configure.supervised, ["data.workers=1"]
     straight = configure("name=straight", *overrides)
     assert loop.run(straight) == 0
     parts = configure("name=parts", "resume=auto", *overrides)
@@ -210,7 +217,7 @@ class StopAtStep(threading.Event):
         return done >= self.step
 
 
-def test_the_run_folder_tells_the_whole_story(configure):
+def test_the_run_folder_tells_the_whole_story(configure, report):
     config = configure(
         "eval.every=2", "eval.at_start=true", "eval.limit=3", "eval.samples=2", "eval.temperature=1.0"
     )
@@ -266,9 +273,9 @@ def test_the_mesh_does_not_change_the_run(configure, mesh, adam):
 
 
 def test_micro_batches_and_packing_do_not_change_the_gradient(configure):
-    """Contract 4: one sequence a row or several, few rows at a time or all."""
+    """Contract 4: one sequence a row and a few rows at a time, or several a row and all at once."""
     norms = []
-    for tokens, row in [(24, "null"), (480, "null"), (480, "80")]:
+    for tokens, row in [(24, "null"), (480, "80")]:
         config = configure(
             f"name=m{tokens}-{row}",
             "steps=1",
@@ -277,7 +284,7 @@ def test_micro_batches_and_packing_do_not_change_the_gradient(configure):
         )
         loop.run(config)
         norms.append(metrics_of(config)[0]["optim/grad_norm"])
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert norms == pytest.approx([norms[0]] * 2, rel=1e-5)
 
 
 def test_an_update_without_any_judged_sample_changes_nothing(configure):
