@@ -59,24 +59,28 @@ def results(config):
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_tensor_size_of_the_rollout_view_changes_nothing(configure, dtype):
     """Same ids, log-probs, gradients and evaluation, and still nothing is compiled after the first step."""
+    given = [f"rollout.weight_dtype={dtype}", "algo.sampler_correction=truncate"]
+    same_steps = 2
     if dtype == "int8":
         pytest.importorskip("qwix")
-    given = [f"rollout.weight_dtype={dtype}", "algo.sampler_correction=truncate"]
+        # After an update a weight near the middle of two int8 steps rounds as the order of additions falls
+        # out, and changes what is sampled. Before it, the views quantise the same numbers.
+        given += ["eval.every=0", "eval.at_start=true"]
+        same_steps = 1
     expected = None
-    # With int8, a weight near the middle of two steps rounds as the order of additions falls out.
-    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == "float32" else dict(rtol=1e-2, atol=1e-3)
     for tensor in ("null", 1, 8) if dtype == "float32" else ("null", 4):
         config = configure(f"name=t{tensor}", f"rollout.tensor={tensor}", *given)
         assert loop.run(config) == 0
         metrics, ids = results(config)
+        assert metrics[-1]["step"] == 2 and metrics[-1]["compile/count"] == 0
+        metrics, ids = [row for row in metrics if row["step"] <= same_steps], ids[: 16 * same_steps]
         expected = expected or (metrics, ids)
         assert ids == expected[1]
         for one, two in zip(expected[0], metrics, strict=True):
             assert one.keys() == two.keys()
             for name in one:
                 if not name.startswith(("time", "throughput", "memory", "compile", "environment/seconds")):
-                    np.testing.assert_allclose(one[name], two[name], **tolerance, err_msg=name)
-        assert metrics[1]["compile/count"] == 0
+                    np.testing.assert_allclose(one[name], two[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_tensor_size_that_does_not_fit_is_refused_by_its_own_name(configure):
