@@ -131,8 +131,9 @@ def parse_line(line: str) -> dict[str, Any] | None:
     return record if known and isinstance(record.get("step", 0), int) else None
 
 
-def _rewind(path: Path, step: int) -> None:
-    """Cuts what an interrupted segment wrote after ``step``, and torn lines; replaces the file at once."""
+def _rewind(path: Path, step: int, pending: bool) -> None:
+    """Cut what an interrupted segment wrote after ``step`` (of ``pending`` steps the metrics too), and torn
+    lines; replaces the file at once."""
     if not path.exists():
         return
     fresh = path.with_suffix(".tmp")
@@ -141,7 +142,7 @@ def _rewind(path: Path, step: int) -> None:
             record = parse_line(line)
             if record is None:
                 logger.warning("%s: line %d is torn and was dropped", path, number)
-            elif record.get("step", 0) <= step:
+            elif record.get("step", 0) <= step - (pending and "event" not in record):
                 new.write(line if line.endswith("\n") else line + "\n")
         new.flush()
         os.fsync(new.fileno())
@@ -209,6 +210,8 @@ class MetricsWriter:
         resume_step: the last step that the restored checkpoint has seen; later lines, samples and TensorBoard
             points of the interrupted segment are cut, so that every step occurs once. None: a new run; what
             an earlier run left here is set aside as ``*.old``.
+        pending: the metrics of ``resume_step`` itself are logged again: its evaluation was not done when the
+            checkpoint was written.
         enabled: False makes every method do nothing.
         run_config: the resolved config, shown by W&B.
 
@@ -223,6 +226,7 @@ class MetricsWriter:
         config: MetricsConfig,
         *,
         resume_step: int | None = None,
+        pending: bool = False,
         enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
     ):
@@ -245,7 +249,7 @@ class MetricsWriter:
         if resume_step is None:
             _set_aside(self.run_dir)
         else:
-            _rewind(self.run_dir / METRICS_FILE, resume_step)
+            _rewind(self.run_dir / METRICS_FILE, resume_step, pending)
             for step, path in sample_files(self.run_dir).items():
                 if step > resume_step:
                     path.unlink()

@@ -78,6 +78,7 @@ def open_run(
         config.run_dir,
         config.metrics,
         resume_step=meta["step"] if meta else None,
+        pending=meta.get("pending") is not None,
         enabled=first,
         run_config=to_dict(config),
     )

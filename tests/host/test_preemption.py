@@ -35,7 +35,7 @@ metrics_of, arrays_of, assert_same_bits = (
 )
 
 EVERYTHING = [
-    "steps=3",
+    "steps=5",
     "algo.kl_coef=0.1",
     "algo.num_minibatches=2",
     "eval.every=2",
@@ -44,62 +44,46 @@ EVERYTHING = [
     "checkpoint.every=2",
     "data.workers=0",
 ]
-PHASES = {  # phase -> (where the signal comes, at which call, last whole step)
-    "the first compile": ("refresh", 1, 0),
-    "the first evaluation": ("evaluation", 1, 0),
-    "the rollout": ("_report", 1, 0),
-    "the forward passes": ("with_log_probs", 2, 1),
-    "the update": ("update", 1, 1),
-    "an evaluation": ("evaluation", 2, 2),
-    "saving": ("save", 1, 2),
+PHASES = {  # phase -> (where the signal comes, of what module, last whole step)
+    "the first compile": ("check", loop, 0),
+    "the first evaluation": ("evaluation", loop, 0),
+    "the rollout": ("_report", collect, 0),
+    "the update": ("update", grpo, 1),
+    "the forward passes": ("with_log_probs", grpo, 1),
+    "saving": ("save", Checkpoints, 2),
+    "an evaluation": ("evaluation", loop, 4),
 }
-STRAIGHT: list = []
-"""Metrics and last arrays of the uninterrupted run, made by the first test that needs them."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_stop_in_any_phase_saves_and_continues_exactly(configure, monkeypatch, phase):
-    where, call, last = PHASES[phase]
-    if not STRAIGHT:
-        straight = configure("name=straight", *EVERYTHING)
-        assert loop.run(straight) == 0
-        STRAIGHT.extend([metrics_of(straight), arrays_of(straight, 3)])
-    metrics, arrays = STRAIGHT
+def test_stops_in_every_phase_save_and_continue_exactly(configure, monkeypatch):
+    """One run that is stopped in every phase in turn, against one that is not."""
+    straight = configure("name=straight", *EVERYTHING)
+    assert loop.run(straight) == 0
     config = configure("name=parts", "resume=auto", *EVERYTHING)
-    stop, calls = threading.Event(), []
 
-    def stopping(function):
+    def stopping(function, stop):
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == call:
-                stop.set()
+            stop.set()
             return function(*args, **kwargs)
 
         return wrapped
 
-    owners = {"_report": collect, "with_log_probs": grpo, "update": grpo, "save": Checkpoints}
-    owner = owners.get(where, loop)
-    with monkeypatch.context() as patch:
-        if where == "refresh":
-            check = stopping(preemption.check)
-            patch.setattr(loop, "check", check)
-        else:
-            patch.setattr(owner, where, stopping(getattr(owner, where)))
-        assert loop.run(config, stop) == loop.INTERRUPTED
-    assert Checkpoints.list_steps(config.run_dir)[-1] == last
-    text = (config.run_dir / "metrics.jsonl").read_text()
-    (event,) = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line]
-    assert event["step"] == last
-    if phase == "the forward passes":
-        assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
-
+    for phase, (name, owner, last) in PHASES.items():
+        stop = threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopping(getattr(owner, name), stop))
+            assert loop.run(config, stop) == loop.INTERRUPTED, phase
+        assert Checkpoints.list_steps(config.run_dir)[-1] == last, phase
+        text = (config.run_dir / "metrics.jsonl").read_text()
+        event = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line][-1]
+        assert event["step"] == last, phase
+        if phase == "the forward passes":
+            assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
     assert loop.run(config) == 0
-    assert metrics_of(config) == metrics
-    assert_same_bits(arrays_of(config, 3), arrays)
-    record = json.loads((config.run_dir / "checkpoints" / "2" / "complete.json").read_text())
-    assert record["metrics"]["eval/pass_at_1"] == metrics[2]["eval/pass_at_1"]
+    assert metrics_of(config) == metrics_of(straight)
+    assert_same_bits(arrays_of(config, 5), arrays_of(straight, 5))
 
 
 def test_what_is_thrown_away_is_said(configure, caplog):

@@ -1,5 +1,6 @@
 """The Colab notebook, installed and executed from end to end; here without a TPU, on few steps."""
 
+import ast
 import pathlib
 
 import pytest
@@ -19,6 +20,9 @@ def test_the_notebook_is_valid_and_holds_no_outputs():
     assert all(cell.source.strip() for cell in notebook.cells)
     for cell in code:
         compile(cell.source, NOTEBOOK.name, "exec")
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxrl"):
+                exec(ast.unparse(node), {})
 
 
 @pytest.mark.slow
