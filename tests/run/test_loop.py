@@ -442,12 +442,12 @@ def test_errors_of_user_code_are_the_users(configure):
 
 def test_ignore_eos_samples_to_the_limit(configure):
     def lengths(*overrides):
-        config = configure("steps=1", *overrides)
+        config = configure("steps=1", "model.scratch.num_hidden_layers=2", *overrides)
         loop.run(config)
         rows = (config.run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
         return {(row["length"], row["stop_reason"]) for row in map(json.loads, rows)}
 
-    assert len(lengths()) > 1
+    assert len(lengths()) > 1  # with this model some completions stop early
     assert lengths("name=on", "rollout.ignore_eos=true") == {(6, "length")}
 
 
