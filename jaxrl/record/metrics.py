@@ -257,7 +257,7 @@ class MetricsWriter:
         if config.tensorboard:
             from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
 
-            purge_step = None if resume_step is None else resume_step + 1
+            purge_step = None if resume_step is None else resume_step + (not pending)
             folder = str(self.run_dir / TENSORBOARD_FOLDER)
             # The suffix keeps two segments of the same second apart.
             suffix = f".{resume_step or 0}"

@@ -70,20 +70,25 @@ def test_stops_in_every_phase_save_and_continue_exactly(configure, monkeypatch):
 
         return wrapped
 
-    for phase, (name, owner, last) in PHASES.items():
+    for number, (phase, (name, owner, last)) in enumerate(PHASES.items(), 1):
         stop = threading.Event()
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopping(getattr(owner, name), stop))
             assert loop.run(config, stop) == loop.INTERRUPTED, phase
         assert Checkpoints.list_steps(config.run_dir)[-1] == last, phase
         text = (config.run_dir / "metrics.jsonl").read_text()
-        event = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line][-1]
-        assert event["step"] == last, phase
+        events = [json.loads(line) for line in text.splitlines() if '"interrupted"' in line]
+        event = events[-1]
+        assert len(events) == number and event["step"] == last, phase
         if phase == "the forward passes":
             assert event["discarded_samples"] == 16 and event["discarded_tokens"] > 16
     assert loop.run(config) == 0
-    assert metrics_of(config) == metrics_of(straight)
+    metrics = metrics_of(straight)
+    assert metrics_of(config) == metrics
     assert_same_bits(arrays_of(config, 5), arrays_of(straight, 5))
+    for step in (2, 4):
+        record = json.loads((config.run_dir / "checkpoints" / str(step) / "complete.json").read_text())
+        assert record["metrics"]["eval/pass_at_1"] == metrics[step]["eval/pass_at_1"]
 
 
 def test_what_is_thrown_away_is_said(configure, caplog):
